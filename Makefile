@@ -1,0 +1,46 @@
+# Two commands: `make train` and `make test`. Each makes .venv first where there is none.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: train test test-wheel lint format clean
+
+train: $(VENV)/installed ## the default recipe, on this machine's CPU
+	$(BIN)/raygpt train tiny
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff format --check raygpt tests benchmarks
+	$(BIN)/ruff check raygpt tests benchmarks
+	$(BIN)/mypy
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff format raygpt tests benchmarks
+	$(BIN)/ruff check --fix raygpt tests benchmarks
+
+# The suite against a wheel in an environment and a folder of its own: what users install, not what lies here.
+test-wheel: $(VENV)/installed-dev
+	$(eval OUTSIDE := $(shell mktemp -d))
+	$(BIN)/python -m build --wheel --outdir $(OUTSIDE)/dist .
+	$(PYTHON) -m venv $(OUTSIDE)/venv
+	$(OUTSIDE)/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls $(OUTSIDE)/dist/*.whl)[dev]"
+	cp -r tests README.md $(OUTSIDE)/
+	cd $(OUTSIDE) && RAYGPT_CHECKOUT=$(CURDIR) venv/bin/python -m pytest -q tests
+	rm -rf $(OUTSIDE)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,8 @@
+"""The one exception that people are meant to read."""
+
+
+class RaygptError(Exception):
+    """Something the user can mend. Its text is one line: what is wrong, where, and what to do about it.
+
+    The command line prints that line and exits with status 1; from Python it is raised as it is.
+    """
