@@ -1,0 +1,170 @@
+"""The recipes that come with raygpt, and how a recipe is read: from one of these or a file, with overrides."""
+
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from raygpt.config import Data, Recipe, shown
+from raygpt.errors import RaygptError
+from raygpt.recipes.explain import explain_first, flat, nearest, one_line
+
+
+def load_recipe(name_or_path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
+    """The recipe shipped under this name or lying at this path, with overrides such as `training.steps=20`.
+
+    From Python, overrides may also be a mapping, nested or dotted. Raises RaygptError with one line.
+    """
+    name = str(name_or_path)
+    where = f"recipe {shown(name)}"
+    values = _parse_file(_read(name), where)
+    changes = _changes(overrides)
+    if changes.get("model.preset") is not None:
+        # Else the sizes that the file sets would win, and the preset would do nothing. Its context stays.
+        for key in ("model.layers", "model.heads", "model.width"):
+            values.pop(key, None)
+    values |= changes
+    if values.get("run.name") is None and not values.get("run"):
+        values["run.name"] = _run_name(name)
+    try:
+        return Recipe.model_validate(_nested(values))
+    except ValidationError as error:
+        raise RaygptError(f"{where}: {explain_first(error)}") from None
+
+
+def check_data(**values: Any) -> Data:
+    """The `data` part of a recipe, made from the words of a command line."""
+    try:
+        return Recipe.model_validate({"data": values}).data
+    except ValidationError as error:
+        raise RaygptError(explain_first(error)) from None
+
+
+def shipped_recipes() -> dict[str, str]:
+    """Name -> one-line description (its first comment) of each recipe that comes with raygpt."""
+    files = [file for file in _recipe_folder().iterdir() if file.name.endswith(".yaml")]
+    texts = {file.name.removesuffix(".yaml"): file.read_text("utf-8") for file in files}
+    return {name: text.splitlines()[0].removeprefix("# ") for name, text in sorted(texts.items())}
+
+
+def recipe_text(name: str) -> str:
+    """The YAML of a shipped recipe, comments and all."""
+    shipped = list(shipped_recipes())
+    if name not in shipped:
+        meant = nearest(name, shipped, cutoff=0.5)
+        hint = f"did you mean {meant!r}? " if meant else ""
+        raise RaygptError(f"no recipe is called {shown(name)}; {hint}`raygpt recipes` lists them; a file ends in .yaml")
+    return (_recipe_folder() / f"{name}.yaml").read_text("utf-8")
+
+
+def _recipe_folder() -> Traversable:
+    return resources.files("raygpt") / "recipes"
+
+
+def _read(name: str) -> str:
+    """The YAML of that name or at that path."""
+    if "/" not in name and not name.endswith((".yaml", ".yml")):
+        return recipe_text(name)
+    try:
+        return Path(name).read_text("utf-8-sig")  # -sig: some editors begin a file with a byte-order mark
+    except FileNotFoundError:
+        raise RaygptError(f"recipe {shown(name)}: there is no such file; check the path") from None
+    except IsADirectoryError:
+        raise RaygptError(f"recipe {shown(name)}: is a folder; name the YAML file in it") from None
+    except UnicodeDecodeError:
+        raise RaygptError(f"recipe {shown(name)}: is not UTF-8 text; save it as UTF-8") from None
+    except (OSError, ValueError) as error:
+        raise RaygptError(f"recipe {shown(name)}: cannot be read ({error}); check the path") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose scalars stay text, null apart: the recipe's types say what `1e-3`, `007` or `on` means."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  # PyYAML's way to say this
+        first: [(tag, pattern) for tag, pattern in pairs if tag.endswith((":null", ":merge"))]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    yaml_constructors = {  # noqa: RUF012
+        tag: make
+        for tag, make in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.endswith((":null", ":str", ":seq", ":map"))
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As PyYAML's, which would let the last of two equal keys win without a word."""
+        seen: list[Any] = []
+        for key, _ in node.value:
+            if key.value in seen:
+                problem = f"{key.value!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.append(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise RaygptError(f"{where}: {place}not YAML ({one_line(error.problem)}); mend it there") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise RaygptError(f"{where}: not YAML ({one_line(error)}); mend it there") from None
+
+
+def _parse_file(text: str, where: str) -> dict[str, Any]:
+    """A file's keys, dotted, with their values."""
+    tree = _parse(text, where)
+    if tree is None:
+        raise RaygptError(f"{where}: is empty; begin with a copy of one that `raygpt recipes` lists")
+    if not isinstance(tree, Mapping):
+        raise RaygptError(f"{where}: {shown(tree)} is not a mapping of keys; write e.g. engine: jax")
+    try:
+        return flat(tree)
+    except RecursionError:  # `model: &m {layers: *m}`
+        raise RaygptError(f"{where}: a key contains itself; write its value out") from None
+
+
+def _changes(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides in either form as dotted key -> value."""
+    if isinstance(overrides, Mapping):
+        return flat(overrides)
+    changes: dict[str, Any] = {}
+    for item in [overrides] if isinstance(overrides, str) else overrides:
+        key, equals, text = (piece.strip() for piece in item.partition("="))
+        if not (key and equals):
+            raise RaygptError(f"override {shown(item)}: is not key=value; write e.g. training.steps=20")
+        changes |= flat({key: _override_value(text, f"override {shown(item)}")})
+    return changes
+
+
+def _override_value(text: str, where: str) -> Any:
+    """A list, a mapping or quoted text is YAML; the rest is as typed, so that `*.txt` is no YAML alias."""
+    if text.startswith(("[", "{", '"', "'")):
+        return _parse(text, where)
+    return None if text in ("", "null", "~") else text
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a.b": 1} -> {"a": {"b": 1}}; what stands in the way of a later key is replaced."""
+    tree: dict[str, Any] = {}
+    for dotted, value in flat.items():
+        *parents, last = dotted.split(".")
+        node = tree
+        for parent in parents:
+            if not isinstance(node.get(parent), dict):
+                node[parent] = {}
+            node = node[parent]
+        node[last] = value
+    return tree
+
+
+def _run_name(recipe: str) -> str:
+    """'my recipes/Tiny 2.yaml' -> 'Tiny-2'"""
+    stem = re.sub(r"\.ya?ml$", "", Path(recipe).name)
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip(".")[:128] or "run"
