@@ -1,0 +1,99 @@
+"""Rows of batch N, on their way to an engine: by memory map, or through Ray Data where a worker cannot see the files.
+
+Both read the same windows by index, so both give the same rows in the same batches, to any number of workers, and to
+several workers that need the same row.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raygpt.corpus.order import Order, window_count
+from raygpt.corpus.store import TokenStream
+from raygpt.errors import RaygptError
+
+if TYPE_CHECKING:
+    import ray.data
+
+ROWS_PER_TASK = 1024  # 8 MB of x and y at a context of 1024: 64 tasks hold half a gigabyte
+
+
+class Feed:
+    """Reads any row of any batch. Row r of batch N is position N·rows + r of the order; see `order.py`."""
+
+    def __init__(
+        self,
+        streams: Sequence[TokenStream],
+        *,
+        context: int,
+        batch_rows: int,
+        order: str = "shuffled",
+        seed: int = 0,
+        weights: Sequence[float] = (1.0,),
+    ):
+        self.context, self.batch_rows, self.kind, self.seed = context, batch_rows, order, seed
+        self.streams, self._weights = tuple(streams), tuple(weights)
+
+    def rows(self, batch: int, rows: Sequence[int] | None = None) -> NDArray[np.int32]:
+        """These rows of a batch, or all: int32 [rows, context + 1]. Inputs are [:, :-1], targets [:, 1:]."""
+        chosen = np.arange(self.batch_rows) if rows is None else np.asarray(rows, dtype=np.int64)
+        return self.windows(batch * self.batch_rows + chosen)
+
+    def windows(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The windows at these positions of the order: int32 [positions, context + 1]."""
+        order = self._order(int(positions.max(initial=0)))
+        streams, starts = order.starts(positions)
+        windows = np.empty((len(positions), self.context + 1), dtype=np.int32)
+        for number, stream in enumerate(self.streams):
+            mine = streams == number
+            windows[mine] = stream.windows(starts[mine], self.context + 1)
+        return windows
+
+    def _order(self, last: int) -> Order:
+        """The order over the streams' tokens. Of one that still grows, `sequential` needs those up to position `last`;
+        every other order depends on how many there will be."""
+        grows = self.kind == "sequential" and len(self.streams) == 1
+        needed = (last + 1) * self.context + 1 if grows else sys.maxsize
+        tokens = tuple(stream.wait(needed) for stream in self.streams)
+        for stream, count in zip(self.streams, tokens, strict=True):
+            if not window_count(count, self.context):
+                raise RaygptError(
+                    f"{stream.folder} has {count} tokens, fewer than a window of {self.context + 1}; "
+                    "set model.context lower, or use more text"
+                )
+        return Order(self.kind, self.seed, self.context, tokens, self._weights)
+
+
+def rows_of_worker(batch_rows: int, rank: int, workers: int) -> range:
+    """The rows of a batch that a worker computes where each has a share of its own: neighbours, as even as can be."""
+    return range(batch_rows * rank // workers, batch_rows * (rank + 1) // workers)
+
+
+def windows_dataset(feed: Feed, batches: range, rows: Sequence[int] | None = None) -> "ray.data.Dataset":
+    """These rows of these batches as a Ray Dataset, in order: columns `x` and `y`, int32 [context], y shifted by one.
+
+    Nothing is read before it is iterated, and only row numbers exist on the driver, as a range. Batches of
+    `len(rows)` rows from its iterator are batch after batch.
+    """
+    import ray.data
+
+    chosen = np.arange(feed.batch_rows) if rows is None else np.asarray(rows, dtype=np.int64)
+    total = len(batches) * len(chosen)
+    context = ray.data.DataContext.get_current().copy()
+    context.execution_options.preserve_order = True  # or rows come as tasks finish
+    with ray.data.DataContext.current(context):
+        numbers = ray.data.range(total, override_num_blocks=max(1, min(total, -(-total // ROWS_PER_TASK))))
+        read = partial(_read_rows, feed=feed, batches=batches, rows=chosen)
+        return numbers.map_batches(read, batch_size=min(ROWS_PER_TASK, max(1, total)))
+
+
+def _read_rows(
+    numbers: dict[str, NDArray[np.int64]], feed: Feed, batches: range, rows: NDArray[np.int64]
+) -> dict[str, NDArray[np.int32]]:
+    batch, row = np.divmod(numbers["id"], len(rows))
+    windows = feed.windows((batches.start + batch * batches.step) * feed.batch_rows + rows[row])
+    return {"x": windows[:, :-1], "y": windows[:, 1:]}

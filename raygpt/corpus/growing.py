@@ -1,0 +1,96 @@
+"""A token store that is read while prepare is still writing it: its train stream grows shard by shard."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from raygpt import storage
+from raygpt.corpus import tokenizers
+from raygpt.corpus.store import INDEX, PLAN, Extent, Index, TokenStream, dtype_for, read_header
+from raygpt.errors import RaygptError
+
+POLL_S = 0.2
+
+
+def shard_name(stream: str, unit: int, part: int) -> str:
+    """Shards are numbered by where their text stands in the source, so their order is known before they exist."""
+    return f"{stream}-{unit:05d}-{part:05d}.tokens"
+
+
+class GrowingStream(TokenStream):
+    """The train stream so far. What is not there yet is waited for, up to `patience_s` without progress."""
+
+    def __init__(self, folder: str, patience_s: float = 300):
+        self.folder, self._patience = folder, patience_s
+        self._until(lambda: storage.exists(storage.join(folder, tokenizers.FILE_NAME)))  # the plan is there before it
+        plan: dict[str, Any] = json.loads(storage.read_bytes(storage.join(folder, PLAN)))
+        if plan["split"] == "tail":
+            raise RaygptError(
+                f"{folder}: data.split: tail holds out the end of the corpus, which prepare has yet to find; "
+                "train when it has ended, or set data.split: documents"
+            )
+        tokenizer = tokenizers.load(folder)
+        index = Index(
+            fingerprint=plan["fingerprint"],
+            source=plan["source"],
+            tokenizer=tokenizers.fingerprint(tokenizer),
+            vocab=tokenizer.vocab,
+            end_of_text=tokenizer.end_of_text,
+            dtype=dtype_for(tokenizer.vocab).str,
+            documents=0,
+            text_bytes=0,
+            train=(),
+            val=(),
+        )
+        super().__init__(folder, [], index)
+        self._units = int(plan["units"])
+        self._next = (0, 0)  # unit and part of the shard that is looked for
+        self._whole = False
+
+    def wait(self, tokens: int) -> int:
+        """Tokens there are, once they reach `tokens` or the store is whole."""
+        while len(self) < tokens and not self._whole:
+            self._until(self._take_next)
+        return len(self)
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + self._patience
+        while not done():
+            if time.monotonic() > deadline:
+                raise RaygptError(
+                    f"{self.folder}: no new shard for {self._patience:.0f} s; prepare has stopped, run it again"
+                )
+            time.sleep(POLL_S)
+
+    def _take_next(self) -> bool:
+        """Take in the next shard, or after the last one the index; False where it is not there yet."""
+        unit, part = self._next
+        name = shard_name("train", unit, part) if unit < self._units else INDEX
+        uri = storage.join(self.folder, name)
+        if not storage.exists(uri):
+            return False
+        if name == INDEX:
+            self._end_with(Index.from_json(storage.read_bytes(uri), uri))
+            return True
+        header = read_header(uri)
+        self._extents.append(Extent(name, 0, header.tokens))
+        self._ends = np.append(self._ends, len(self) + header.tokens)
+        self._next = (unit + 1, 0) if header.last else (unit, part + 1)
+        return True
+
+    def _end_with(self, index: Index) -> None:
+        """The whole store must be what was read: where prepare drew no document, it has held out the tail after all."""
+        if index.tokens("train") != len(self):
+            raise RaygptError(
+                f"{self.folder}: {len(self) - index.tokens('train')} tokens at its end are held out for validation, "
+                "but training has begun on them; train again, the store is whole now"
+            )
+        self._whole = True
+
+
+def is_whole(folder: str) -> bool:
+    """Whether the store is complete, so that it is opened as it is."""
+    return storage.exists(storage.join(folder, INDEX))

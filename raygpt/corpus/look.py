@@ -1,0 +1,56 @@
+"""A look into a source of text or a token store, for `raygpt data show`."""
+
+import itertools
+import json
+from typing import Any
+
+from raygpt.corpus.documents import Reader, open_parquet
+from raygpt.corpus.mixture import is_prepared, open_prepared
+from raygpt.corpus.sources import File, Source, resolve
+from raygpt.corpus.store import TokenStore
+
+ROW_TOKENS = 64
+ROW_CHARACTERS = 240
+
+
+def look(what: str, rows: int, column: str, tokenizer: str) -> dict[str, Any]:
+    """What there is to know about a source or a store, with its first rows, as JSON."""
+    if is_prepared(what):
+        return _store(open_prepared(what, tokenizer), rows)
+    return _source(resolve(what, column), rows)
+
+
+def _source(source: Source, rows: int) -> dict[str, Any]:
+    documents = (piece.text for piece in Reader(source, source.files).pieces() if piece.first)
+    shown = [text[:ROW_CHARACTERS] for text in itertools.islice(documents, rows)]
+    return {
+        "source": source.spec,
+        "files": len(source.files),
+        "bytes": source.size,
+        "first_file": source.files[0].uri,
+        "schema": _schema(source.files[0]),  # read after the rows, where what is wrong with a file is explained
+        "rows": shown,
+    }
+
+
+def _schema(file: File) -> dict[str, str]:
+    """Columns of a parquet file or of the first JSON line; a text file is just text."""
+    if file.format == "parquet":
+        with open_parquet(file) as table:
+            return {field.name: str(field.type) for field in table.schema_arrow}
+    if file.format == "jsonl":
+        lines = Reader(Source("", (file,), "file", ""), [file]).lines(file)
+        first = json.loads(next((line for line in lines if line.strip()), b"{}"))
+        return {name: type(value).__name__ for name, value in first.items()}
+    return {"text": "string"}
+
+
+def _store(store: TokenStore, rows: int) -> dict[str, Any]:
+    length = min(ROW_TOKENS, len(store.train))
+    starts = [n * length for n in range(min(rows, len(store.train) // max(1, length)))]
+    windows = store.train.windows(starts, length)
+    return {
+        "folder": store.folder,
+        **store.index.summary(),
+        "rows": [{"tokens": row.tolist(), "text": store.tokenizer.decode(row.tolist())} for row in windows],
+    }

@@ -1,0 +1,111 @@
+"""The corpus of a recipe: a token store for each source, prepared where there is none yet, all with one tokenizer."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from raygpt import storage
+from raygpt.config import Data
+from raygpt.corpus import nanogpt, prepare, tokenizers
+from raygpt.corpus.feed import Feed
+from raygpt.corpus.prepare import Job, Watch
+from raygpt.corpus.sources import Source, resolve
+from raygpt.corpus.store import INDEX, PLAN, TokenStore, open_store
+from raygpt.errors import RaygptError
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Stores and the weight of each; most recipes have one."""
+
+    stores: tuple[TokenStore, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        return self.stores[0].tokenizer
+
+    @property
+    def train_tokens(self) -> int:
+        return sum(len(store.train) for store in self.stores)
+
+    @property
+    def val_tokens(self) -> int:
+        return sum(len(store.val) for store in self.stores)
+
+    def feed(self, *, context: int, batch_rows: int, order: str, seed: int) -> Feed:
+        """What reads the rows of batch N."""
+        streams = [store.train for store in self.stores]
+        return Feed(streams, context=context, batch_rows=batch_rows, order=order, seed=seed, weights=self.weights)
+
+
+def open_mixture(data: Data, stores: str, watch: Watch = lambda progress: None) -> Mixture:
+    """Open the corpus of a recipe; what has to be prepared goes into a folder under `stores`."""
+    names = [part.source for part in data.sources]
+    opened = {name: open_prepared(name, data.tokenizer) for name in names if is_prepared(name)}
+    texts = {name: resolve(name, data.column) for name in names if name not in opened}
+    _check_tokenizers(list(opened.values()), list(texts), data.tokenizer)
+    for job in _jobs(data, list(texts.values())):
+        folder = storage.join(stores, f"{job.source.slug}-{job.fingerprint[:8]}")
+        opened[job.source.spec] = prepare.run(job, folder, watch)
+    return Mixture(tuple(opened[name] for name in names), tuple(part.weight for part in data.sources))
+
+
+def open_prepared(folder: str, tokenizer: str = "gpt2") -> TokenStore:
+    """A store as raygpt or nanoGPT wrote it; `tokenizer` says what nanoGPT's files were made with."""
+    folder = storage.absolute(folder)  # Ray's workers run in other folders
+    if not storage.exists(storage.join(folder, INDEX)) and nanogpt.is_nanogpt(folder):
+        return nanogpt.open_nanogpt(folder, tokenizer)
+    return open_store(folder)
+
+
+def is_prepared(source: str) -> bool:
+    """Whether a source is a folder of tokens, whole or not, rather than text."""
+    names = storage.sizes(storage.absolute(source))
+    return INDEX in names or PLAN in names or nanogpt.FILES["train"] in names
+
+
+def _jobs(data: Data, texts: list[Source]) -> Iterator[Job]:
+    """One for each text. Validation text of its own is prepared once, with the first."""
+    val = resolve(data.val, data.column) if isinstance(data.val, str) else data.val
+    if isinstance(val, Source) and not texts:
+        raise RaygptError(
+            f"data.val: {val.spec} has no effect, since data.source is tokens with validation tokens of their own; "
+            "leave data.val out"
+        )
+    together = (*texts, *([val] if isinstance(val, Source) else [])) if len(texts) > 1 else ()
+    for number, text in enumerate(texts):
+        mine = 0.0 if number and isinstance(val, Source) else val
+        yield Job(text, data.tokenizer, mine, data.split, data.split_seed, together)
+
+
+def _check_tokenizers(stores: list[TokenStore], texts: list[str], name: str) -> None:
+    """Stores that were prepared before keep their tokenizer; a recipe that names or needs another is refused."""
+    for store in stores:
+        if not _is_made_by(store, name):
+            raise RaygptError(
+                f"data.tokenizer: {name} does not match {store.folder}, whose tokens were made by a {_kind(store)} "
+                f"tokenizer of {store.index.vocab}; write data.tokenizer: {store.folder}"
+            )
+        if store.index.tokenizer != stores[0].index.tokenizer:
+            raise RaygptError(
+                f"data.source: {stores[0].folder} and {store.folder} were made by different tokenizers; "
+                f"prepare one again with the other's, e.g. --tokenizer {stores[0].folder}"
+            )
+    if stores and texts and tokenizers.ready_made(name) is None:
+        raise RaygptError(
+            f"data.tokenizer: {name} would be made anew for {texts[0]}, but {stores[0].folder} has one already; "
+            f"write data.tokenizer: {stores[0].folder}"
+        )
+
+
+def _is_made_by(store: TokenStore, name: str) -> bool:
+    made = tokenizers.ready_made(name)
+    if made:
+        return tokenizers.fingerprint(made) == store.index.tokenizer
+    if name == "char":
+        return _kind(store) == "char"
+    return _kind(store) == "bpe" and store.index.vocab <= int(name.removeprefix("bpe:"))
+
+
+def _kind(store: TokenStore) -> str:
+    return str(store.tokenizer.describe()["kind"])

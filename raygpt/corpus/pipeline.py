@@ -1,0 +1,222 @@
+"""The Ray Data pipeline of prepare: files in, shards out, on every core and node, with bounded memory.
+
+    units ──read──▶ parts of about 16 MB of text ──tokenise──▶ shards in the store
+
+A unit is a few whole files of the source. One task reads it and hands on parts as it goes; other tasks tokenise parts
+and write each as a shard, named by unit and part. What a shard holds depends on the source alone, never on timing or
+on the number of cores: the same text always gives the same shards, and one that exists need not be made again.
+"""
+
+import functools
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raygpt import storage
+from raygpt.corpus import tokenizers
+from raygpt.corpus.documents import Piece, Reader
+from raygpt.corpus.growing import shard_name
+from raygpt.corpus.sources import File, Source
+from raygpt.corpus.store import Header, Ids, dtype_for, read_header, write_shard
+from raygpt.errors import RaygptError
+
+# Text in a part. 16 MiB are 1 s of GPT-2's BPE on one core and a shard of 8 MB, 2,400 of them in 9 billion tokens.
+# A small source has smaller parts, so that every core gets some.
+SMALLEST_PART, LARGEST_PART = 4 * 2**20, 16 * 2**20
+
+
+def part_bytes(source: Source) -> int:
+    """How much text of a source makes a shard: a function of the source alone."""
+    return min(max(source.size // 8, SMALLEST_PART), LARGEST_PART)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Whole files of a source that one task reads."""
+
+    stream: str  # train, or val for files that are validation text as a whole
+    number: int  # no two units of a store have the same
+    source: Source
+    files: tuple[File, ...]
+    first_row: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which documents of the train files are held out for validation."""
+
+    share: float = 0.0  # of documents, by a keyed hash of their text
+    seed: int = 0
+    rows: frozenset[int] = frozenset()  # or these
+
+    def holds_out(self, piece: Piece) -> bool:
+        """Decided by the text, so that copies of a document land on the same side."""
+        if not self.share:
+            return piece.row in self.rows
+        digest = hashlib.blake2b(piece.text.encode(), digest_size=8, key=str(self.seed).encode()).digest()
+        return int.from_bytes(digest, "little") < self.share * 2**64
+
+
+@dataclass(frozen=True)
+class Part:
+    """What has become of one part: the counts that come out of the pipeline."""
+
+    stream: str
+    unit: int
+    part: int
+    tokens: int  # train
+    val_tokens: int
+    documents: int
+    text_bytes: int
+    source_bytes: int
+
+
+def run(units: Sequence[Unit], split: Split, folder: str, tokenizer: str) -> Iterator[Part]:
+    """Make the shards of these units with the tokenizer in the folder, which has this fingerprint.
+
+    Only counts come out, so the driver holds nothing of the corpus.
+    """
+    import ray
+    import ray.data
+
+    context = ray.data.DataContext.get_current().copy()
+    context.enable_progress_bars = False
+    context.target_max_block_size = SMALLEST_PART  # so that each part is a block, and tokenised by its own task
+    cpus = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
+    readers = max(1, int(cpus) // 2)  # one keeps three tokenisers busy
+    with ray.data.DataContext.current(context):
+        rows = ray.data.from_items([{"unit": n} for n in range(len(units))], override_num_blocks=len(units))
+        # different resources keep Ray from fusing the two steps, which would tokenise a file on one core
+        read = functools.partial(_read, units=tuple(units), split=split, folder=folder)
+        texts = rows.flat_map(read, num_cpus=0.01, compute=ray.data.TaskPoolStrategy(size=readers))
+        counts = texts.map(functools.partial(_tokenise, folder=folder, tokenizer=tokenizer), num_cpus=1)
+        try:
+            for row in counts.iter_rows():
+                yield Part(**row)
+        except Exception as error:
+            raise _readable(error) from None
+
+
+def _readable(error: BaseException) -> BaseException:
+    """The RaygptError that a task raised, out of what Ray wraps around it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        inner = getattr(cause, "cause", None)
+        if isinstance(inner, RaygptError):
+            return RaygptError(str(inner).splitlines()[0])  # Ray adds lines of its own
+        cause = inner if isinstance(inner, BaseException) else cause.__cause__
+    return error
+
+
+def _read(row: dict[str, Any], units: Sequence[Unit], split: Split, folder: str) -> Iterator[dict[str, Any]]:
+    """Parts of a unit, as rows for `_tokenise`. Of a part that is a shard already only the name is handed on."""
+    unit = units[row["unit"]]
+    existing = storage.sizes(folder)
+    reader = Reader(unit.source, unit.files, unit.first_row, keep_blank=bool(split.rows))
+    position = 0
+    for number, (pieces, last) in enumerate(_parts(_marked(reader.pieces(), unit, split), part_bytes(unit.source))):
+        exists = shard_name(unit.stream, unit.number, number) in existing
+        pieces = [] if exists else pieces
+        texts = [piece.text.encode() for piece in pieces]
+        yield {
+            "stream": unit.stream,
+            "unit": unit.number,
+            "part": number,
+            "last": last,
+            "exists": exists,
+            "text": b"".join(texts),  # one column of bytes: Ray copies it without looking into it
+            "lengths": np.array([len(text) for text in texts], dtype=np.int64).tobytes(),
+            "ends": bytes(piece.ends for piece in pieces),
+            "val": bytes(piece.val for piece in pieces),
+            "source_bytes": reader.position - position,
+        }
+        position = reader.position
+
+
+class Marked(NamedTuple):
+    """A piece of text, whether its document ends with it, and whether that document is validation text."""
+
+    text: str
+    ends: bool
+    val: bool
+
+
+def _marked(pieces: Iterator[Piece], unit: Unit, split: Split) -> Iterator[Marked]:
+    """Decide at a document's first piece on which side it is; the others follow, so it is never split."""
+    val = False
+    for piece in pieces:
+        if piece.first:
+            val = unit.stream == "val" or split.holds_out(piece)
+        yield Marked(piece.text, piece.last, val)
+
+
+def _parts(pieces: Iterator[Marked], target: int) -> Iterator[tuple[list[Marked], bool]]:
+    """Pieces in parts of the target's size, each with whether it is the last; a unit without text is one empty part."""
+    part: list[Marked] = []
+    size = 0
+    for piece in pieces:
+        if size >= target:
+            yield part, False
+            part, size = [], 0
+        part.append(piece)
+        size += len(piece.text.encode())
+    yield part, True
+
+
+def _tokenise(row: dict[str, Any], folder: str, tokenizer: str) -> dict[str, Any]:
+    """Make a part's shards, unless they exist, and count them."""
+    if not row["exists"]:
+        _write(row, folder, tokenizer)
+    place = {name: row[name] for name in ("stream", "unit", "part")}
+    headers = {stream: _header(folder, stream, row) for stream in ("train", "val")}
+    main = headers[row["stream"]]
+    return {
+        **place,
+        "tokens": headers["train"].tokens,
+        "val_tokens": headers["val"].tokens,
+        "documents": main.documents,
+        "text_bytes": main.text_bytes,
+        "source_bytes": row["source_bytes"],
+    }
+
+
+def _write(row: dict[str, Any], folder: str, fingerprint: str) -> None:
+    """Held-out documents first, in a shard of their own: the unit's shard, written last, says that both are there."""
+    tokenizer = _tokenizer(folder, fingerprint)
+    ids = _encode(row, tokenizer)
+    for stream in ("val", "train"):
+        chosen = [part for part, val in zip(ids, row["val"], strict=True) if val == (stream == "val")]
+        if stream == row["stream"] or (chosen and stream == "val"):
+            header = Header(
+                dtype=dtype_for(tokenizer.vocab),
+                tokens=sum(map(len, chosen)),
+                tokenizer=fingerprint,
+                documents=sum(row["ends"]),
+                text_bytes=len(row["text"]),
+                last=row["last"],
+            )
+            write_shard(storage.join(folder, shard_name(stream, row["unit"], row["part"])), chosen, header)
+
+
+@functools.cache  # a worker makes many parts
+def _tokenizer(folder: str, fingerprint: str) -> tokenizers.Tokenizer:
+    return tokenizers.load(folder)
+
+
+def _encode(row: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> list[Ids]:
+    """Ids of each piece, with end-of-text where its document ends."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tasks fill the cores already
+    bounds = np.concatenate([[0], np.cumsum(np.frombuffer(row["lengths"], dtype=np.int64))]).tolist()
+    texts = [row["text"][start:stop].decode() for start, stop in itertools.pairwise(bounds)]
+    end = np.array([tokenizer.end_of_text], dtype=np.uint32)
+    return [np.concatenate([ids, end[:ends]]) for ids, ends in zip(tokenizer.encode(texts), row["ends"], strict=True)]
+
+
+def _header(folder: str, stream: str, row: dict[str, Any]) -> Header:
+    uri = storage.join(folder, shard_name(stream, row["unit"], row["part"]))
+    return read_header(uri) if storage.exists(uri) else Header(np.dtype("<u2"), 0, "")

@@ -1,0 +1,348 @@
+"""Text to a token store: what `raygpt prepare` does, and what `raygpt train` does first.
+
+The store of a source is a pure function of the source's text, the tokenizer and the settings below. A folder that has
+some of its shards is finished, one that is whole is opened, one that belongs to something else is refused.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raygpt import storage
+from raygpt.cluster import connected
+from raygpt.corpus import pipeline, tokenizers
+from raygpt.corpus.documents import Reader, row_count
+from raygpt.corpus.growing import shard_name
+from raygpt.corpus.pipeline import Part, Split, Unit, part_bytes
+from raygpt.corpus.sources import File, Source, resolve
+from raygpt.corpus.store import (
+    INDEX,
+    PLAN,
+    VERSION,
+    Extent,
+    Header,
+    Index,
+    TokenStore,
+    TokenStream,
+    dtype_for,
+    open_store,
+    write_shard,
+)
+from raygpt.errors import RaygptError
+
+SAMPLE = 32 * 2**20  # characters that bpe:N is trained on
+VAL_SHARD = "val.tokens"
+
+
+class Progress(NamedTuple):
+    """How far prepare is."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    source_bytes: int = 0  # read, of `source_total`, as the files lie on disk
+    source_total: int = 0
+    seconds: float = 0.0
+
+
+Watch = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One source to prepare: everything that decides what the store will hold."""
+
+    source: Source
+    tokenizer: str  # as the recipe names it
+    val: float | Source
+    split: str = "documents"
+    split_seed: int = 2357
+    mixture: tuple[Source, ...] = ()  # all texts that must have one tokenizer, where it is not this one alone
+
+    @property
+    def texts(self) -> tuple[Source, ...]:
+        """What char and bpe:N are made from."""
+        return self.mixture or (self.source, *([self.val] if isinstance(self.val, Source) else []))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits of text, tokenizer and settings."""
+        made = tokenizers.ready_made(self.tokenizer)
+        texts = [text.identity() for text in self.texts]
+        identity = {
+            "version": VERSION,
+            "source": self.source.identity(),
+            "val": self.val.identity() if isinstance(self.val, Source) else self.val,
+            "split": [self.split, self.split_seed],
+            "tokenizer": tokenizers.fingerprint(made) if made else [self.tokenizer, texts],
+        }
+        return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def prepare(
+    source: str,
+    folder: str,
+    tokenizer: str,
+    *,
+    val: float | str = 0.05,
+    split: str = "documents",
+    split_seed: int = 2357,
+    column: str = "text",
+    watch: Watch = lambda progress: None,
+) -> TokenStore:
+    """Tokenise a source into a store. The arguments are those of a recipe's `data`."""
+    held_out = resolve(val, column) if isinstance(val, str) else val
+    return run(Job(resolve(source, column), tokenizer, held_out, split, split_seed), folder, watch)
+
+
+def run(job: Job, folder: str, watch: Watch = lambda progress: None) -> TokenStore:
+    """Make the store of a job in a folder, or finish or open the one that is there."""
+    folder = storage.absolute(folder)  # Ray's workers run in other folders
+    if _is_whole(folder, job.fingerprint):
+        return open_store(folder)
+    rows = _row_counts(job)
+    units = _units(job, rows)
+    held_out = _held_out_rows(job, sum(rows))
+    _write_plan(job, folder, units)
+    tokenizer = _tokenizer(job, folder)
+    share = job.val if job.split == "documents" and isinstance(job.val, float) else 0.0
+    parts = []
+    progress, started = Progress(source_total=sum(f.size for u in units for f in u.files)), time.monotonic()
+    split = Split(share, job.split_seed, frozenset(held_out))
+    with connected():
+        for part in pipeline.run(units, split, folder, tokenizers.fingerprint(tokenizer)):
+            parts.append(part)
+            progress = _advance(progress, part, time.monotonic() - started)
+            watch(progress)
+    parts.sort(key=lambda part: (part.stream, part.unit, part.part))
+    _write_index(job, folder, tokenizer, parts, held_out)
+    return open_store(folder)
+
+
+def _advance(progress: Progress, part: Part, seconds: float) -> Progress:
+    return Progress(
+        documents=progress.documents + part.documents,
+        tokens=progress.tokens + part.tokens + part.val_tokens,
+        text_bytes=progress.text_bytes + part.text_bytes,
+        source_bytes=progress.source_bytes + part.source_bytes,
+        source_total=progress.source_total,
+        seconds=seconds,
+    )
+
+
+def _is_whole(folder: str, fingerprint: str) -> bool:
+    """Whether the job's store is there already. A store of something else is refused."""
+    index = _read_json(storage.join(folder, INDEX))
+    if index and index.get("fingerprint") != fingerprint:
+        raise _another(folder)
+    return index is not None
+
+
+def _another(folder: str) -> RaygptError:
+    return RaygptError(
+        f"{folder} holds tokens of another source, tokenizer or setting; choose another folder, or delete it"
+    )
+
+
+def _read_json(uri: str) -> Any:
+    """What a file of ours says; None where there is none."""
+    if not storage.exists(uri):
+        return None
+    try:
+        return json.loads(storage.read_bytes(uri))
+    except ValueError as error:
+        raise RaygptError(f"{uri} is damaged ({error}); delete it and run the same command again") from error
+
+
+def _write_plan(job: Job, folder: str, units: Sequence[Unit]) -> None:
+    """Say what is being prepared. A folder serves one corpus: shards of two would be taken for one."""
+    plan = {
+        "fingerprint": job.fingerprint,
+        "source": job.source.spec,
+        "column": job.source.column,
+        "tokenizer": job.tokenizer,
+        "val": job.val.spec if isinstance(job.val, Source) else job.val,
+        "split": job.split,
+        "split_seed": job.split_seed,
+        "units": sum(unit.stream == "train" for unit in units),
+    }
+    uri = storage.join(folder, PLAN)
+    begun = _read_json(uri) or plan
+    if begun["fingerprint"] != plan["fingerprint"]:
+        if {**begun, "fingerprint": "", "units": 0} != {**plan, "fingerprint": "", "units": 0}:
+            raise _another(folder)
+        _begin_again(folder)
+    storage.write_bytes(uri, json.dumps(plan, indent=1).encode())
+
+
+def _begin_again(folder: str) -> None:
+    """The same command, but its files have changed since: the shards so far are of no use."""
+    for name in storage.sizes(folder):
+        if name.endswith(".tokens") or name == tokenizers.FILE_NAME:
+            storage.delete(storage.join(folder, name))
+
+
+def _row_counts(job: Job) -> list[int]:
+    """Rows of each file, where the split goes by them."""
+    if job.split != "huggingface":
+        return []
+    rows_are_documents = job.source.rule == "file" and all(file.format == "parquet" for file in job.source.files)
+    if not rows_are_documents or not isinstance(job.val, float):
+        raise RaygptError(
+            "data.split: huggingface needs parquet files whose rows are documents, and a share as data.val; "
+            "use data.split: documents"
+        )
+    return [row_count(file) for file in job.source.files]
+
+
+def _units(job: Job, rows: Sequence[int]) -> list[Unit]:
+    """Validation text first: it is small, and evaluation wants it from the start."""
+    train = _units_of(job.source, "train", rows=rows)
+    val = _units_of(job.val, "val", first=len(train)) if isinstance(job.val, Source) else []
+    return val + train
+
+
+def _units_of(source: Source, stream: str, first: int = 0, rows: Sequence[int] = ()) -> list[Unit]:
+    """Small files together, large ones alone; WikiText's articles may go on in the next file, so all in one."""
+    groups: list[list[File]] = [[]]
+    for file in source.files:
+        full = sum(f.size for f in groups[-1]) + file.size > part_bytes(source)
+        if groups[-1] and full and source.rule != "wikitext":
+            groups.append([])
+        groups[-1].append(file)
+    first_rows = dict(zip(source.files, itertools.accumulate(rows, initial=0), strict=False))
+    return [
+        Unit(stream, number, source, tuple(files), first_rows.get(files[0], 0))
+        for number, files in enumerate(groups, start=first)
+    ]
+
+
+def _tokenizer(job: Job, folder: str) -> tokenizers.Tokenizer:
+    """The job's tokenizer, saved in the store; one made from the corpus is made once."""
+    if storage.exists(storage.join(folder, tokenizers.FILE_NAME)):
+        return tokenizers.load(folder)
+    made = tokenizers.ready_made(job.tokenizer)
+    if made is None:
+        budget = sys.maxsize if job.tokenizer == "char" else SAMPLE  # char must meet every character
+        made = tokenizers.make(job.tokenizer, _sample(job, budget))
+    tokenizers.save(made, folder)
+    return made
+
+
+def _sample(job: Job, budget: int) -> Iterator[str]:
+    """Text from every unit, the same amount of each, up to the budget in all."""
+    units = [unit for source in job.texts for unit in _units_of(source, "train")]
+    for unit in units:
+        left = max(1, budget // len(units))
+        for piece in Reader(unit.source, unit.files).pieces():
+            yield piece.text[:left]
+            left -= len(piece.text)
+            if left <= 0:
+                break
+
+
+def _held_out_rows(job: Job, rows: int) -> list[int]:
+    """The rows that `datasets`' train_test_split(test_size=val, seed=split_seed) holds out, in its order."""
+    if job.split != "huggingface" or not isinstance(job.val, float):
+        return []
+    shuffled = np.random.default_rng(job.split_seed).permutation(rows)
+    return [int(row) for row in shuffled[: math.ceil(job.val * rows)]]
+
+
+def _write_index(
+    job: Job, folder: str, tokenizer: tokenizers.Tokenizer, parts: Sequence[Part], held_out: Sequence[int]
+) -> None:
+    """Gather the validation shards into one, and write the index: from then on the store exists."""
+    index = Index(
+        fingerprint=job.fingerprint,
+        source=job.source.spec,
+        tokenizer=tokenizers.fingerprint(tokenizer),
+        vocab=tokenizer.vocab,
+        end_of_text=tokenizer.end_of_text,
+        dtype=dtype_for(tokenizer.vocab).str,
+        documents=sum(part.documents for part in parts),
+        text_bytes=sum(part.text_bytes for part in parts),
+        train=_extents(parts, "train"),
+        val=_extents(parts, "val"),
+    )
+    if not index.train and isinstance(job.val, float) and index.val:
+        raise RaygptError(
+            f"{job.source.spec}: all {index.documents} documents were drawn for validation; set data.split: tail, or "
+            "data.val lower, or another data.split_seed"
+        )
+    if not index.train:
+        raise RaygptError(f"{job.source.spec} has no text in it: every document is blank; name another source")
+    if index.val:
+        index = _gather_val(index, folder, held_out)
+    elif isinstance(job.val, float) and job.val:
+        index = _hold_out_tail(index, folder, job.val, job.split)
+    storage.write_bytes(storage.join(folder, INDEX), index.to_json())
+
+
+def _extents(parts: Sequence[Part], stream: str) -> tuple[Extent, ...]:
+    counts = [(part, part.tokens if stream == "train" else part.val_tokens) for part in parts]
+    return tuple(Extent(shard_name(stream, part.unit, part.part), 0, tokens) for part, tokens in counts if tokens)
+
+
+def _gather_val(index: Index, folder: str, held_out: Sequence[int]) -> Index:
+    """One shard of all held-out documents: thousands of small files would be slow to read from an object store."""
+    runs = list(TokenStream(folder, index.val, index).runs())
+    if held_out:  # as Hugging Face's split orders them; in the shards they stand in the order of their rows
+        ids = np.concatenate(runs)
+        documents = np.split(ids, np.flatnonzero(ids == index.end_of_text)[:-1] + 1)
+        runs = [documents[place] for place in np.argsort(np.argsort(held_out))]
+    tokens = sum(len(run) for run in runs)
+    write_shard(storage.join(folder, VAL_SHARD), runs, Header(np.dtype(index.dtype), tokens, index.tokenizer))
+    return replace(index, val=(Extent(VAL_SHARD, 0, tokens),))
+
+
+def _hold_out_tail(index: Index, folder: str, share: float, split: str) -> Index:
+    """Give the last share of the tokens to validation, from a document's start on where one is near enough."""
+    stream = TokenStream(folder, index.train, index)
+    cut = int((len(stream) - 1) * (1 - share))  # the last end-of-text is not counted as text
+    start = _document_start(stream, cut, index.end_of_text)
+    train, val = _cut(index.train, start or cut)
+    held_out = f"the last {sum(extent.tokens for extent in val) / len(stream):.1%} of the tokens are held out"
+    notes = []
+    if split == "documents":
+        notes.append(f"no document of {index.documents} was drawn for validation: {held_out}")
+    elif start is None:
+        notes.append(f"no document begins near enough to the cut: {held_out}, from within a document on")
+    return replace(index, train=train, val=val, notes=tuple(notes))
+
+
+def _document_start(stream: TokenStream, cut: int, end_of_text: int) -> int | None:
+    """The start of a document that is nearest to the cut, if it leaves between half and twice as much after it."""
+    share = len(stream) - cut
+    low, high = len(stream) - 2 * share, len(stream) - (share + 1) // 2
+    starts: list[int] = []
+    position = 0
+    for run in stream.runs():
+        if low <= position + len(run) and position < high:
+            starts += (np.flatnonzero(run == end_of_text) + position + 1).tolist()
+        position += len(run)
+    return min(
+        (start for start in starts if max(1, low) <= start <= high), key=lambda start: abs(start - cut), default=None
+    )
+
+
+def _cut(extents: Sequence[Extent], tokens: int) -> tuple[tuple[Extent, ...], tuple[Extent, ...]]:
+    """Extents up to a number of tokens, and from there on."""
+    head, tail = [], []
+    for extent in extents:
+        taken = min(tokens, extent.tokens)
+        tokens -= taken
+        if taken:
+            head.append(replace(extent, tokens=taken))
+        if taken < extent.tokens:
+            tail.append(Extent(extent.shard, extent.start + taken, extent.tokens - taken))
+    return tuple(head), tuple(tail)

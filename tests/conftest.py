@@ -1,0 +1,82 @@
+"""What tests of several modules share: real text, an S3 server on loopback, one Ray cluster for the whole session."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+import raygpt
+
+settings.register_profile("raygpt", deadline=None, max_examples=60)  # two busy cores: a slow example is no failure
+settings.load_profile("raygpt")
+
+# `make test-wheel` runs the tests elsewhere and says where the checkout is
+CHECKOUT = Path(os.environ.get("RAYGPT_CHECKOUT") or Path(__file__).parents[1])
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real text and evaluation sets, which lie beside the checkout and are no part of it."""
+    folder = CHECKOUT.resolve().parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("needs ../shared/data")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """A bucket, e.g. s3://bucket-1f0c3a7b, on a server of ours; the environment leads every S3 client there."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    endpoint, bucket = f"http://127.0.0.1:{port}", f"bucket-{uuid.uuid4().hex[:8]}"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("AWS_ENDPOINT_URL", endpoint)
+            environment.setenv("AWS_ACCESS_KEY_ID", "test")
+            environment.setenv("AWS_SECRET_ACCESS_KEY", "test")
+            environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
+            environment.setenv("AWS_EC2_METADATA_DISABLED", "true")  # or Arrow asks 169.254.169.254 first
+            _make_bucket(f"{endpoint}/{bucket}", server)
+            yield f"s3://{bucket}"
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+
+
+def _make_bucket(url: str, server: "subprocess.Popen[bytes]") -> None:
+    """Put the bucket, as soon as the server answers."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=10).close()
+            return
+        except urllib.error.URLError:
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(s3: str) -> Iterator[None]:
+    """One Ray cluster for all tests; it starts after the S3 server, so that its workers know where that is."""
+    import ray
+
+    root = Path(raygpt.__file__).parents[1]
+    with pytest.MonkeyPatch.context() as environment:
+        if root.name != "site-packages":  # not installed: workers find it where this process found it
+            environment.setenv("PYTHONPATH", str(root), prepend=os.pathsep)
+        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        yield
+        ray.shutdown()

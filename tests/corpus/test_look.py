@@ -1,0 +1,103 @@
+"""A look into a source or a store: what there is, and its first rows."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raygpt.corpus import documents
+from raygpt.corpus.look import look
+from raygpt.corpus.prepare import prepare
+from raygpt.errors import RaygptError
+
+
+def shown(what: str | Path, rows: int = 3, column: str = "text", tokenizer: str = "gpt2") -> dict[str, Any]:
+    found = look(str(what), rows, column, tokenizer)
+    json.dumps(found)  # --json prints it
+    return found
+
+
+def test_text_shows_its_files_and_first_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n<|endoftext|>\n" + "two " * 100)
+    (tmp_path / "b.txt").write_text("three\n<|endoftext|>\nfour\n")
+    assert shown(tmp_path) == {
+        "source": str(tmp_path),
+        "files": 2,
+        "bytes": 4 + 14 + 400 + 6 + 14 + 5,
+        "first_file": str(tmp_path / "a.txt"),
+        "schema": {"text": "string"},
+        "rows": ["one\n", ("two " * 100)[:240], "three\n"],
+    }
+    assert shown(tmp_path, rows=9)["rows"][3:] == ["four\n"]
+
+
+def test_a_long_document_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "PIECE_BYTES", 64)
+    (tmp_path / "a.txt").write_text("A line of words.\n" * 100 + "<|endoftext|>\nnext\n")
+    first, second = shown(tmp_path)["rows"]
+    assert first.startswith("A line of words.\nA line")
+    assert second == "next\n"
+
+
+@pytest.mark.parametrize("packed", ["", ".gz"])
+def test_rows_show_their_columns(tmp_path: Path, packed: str) -> None:
+    lines = b'\n{"id": 1, "body": "one", "tags": []}\n{"id": 2, "body": "two", "tags": []}\n'
+    pq.write_table(pa.table({"id": [1, 2], "body": ["one", "two"]}), tmp_path / "x.parquet")
+    columns = {
+        ".jsonl": (lines, {"id": "int", "body": "str", "tags": "list"}),
+        ".parquet": ((tmp_path / "x.parquet").read_bytes(), {"id": "int64", "body": "string"}),
+    }
+    for ending, (content, schema) in columns.items():
+        path = tmp_path / f"y{ending}{packed}"
+        path.write_bytes(gzip.compress(content) if packed else content)
+        found = shown(path, column="body")
+        assert (found["schema"], found["rows"]) == (schema, ["one", "two"])
+
+
+@pytest.mark.parametrize("content", ["not json", "[1]", '{"body": "x"}'])
+def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(content)
+    with pytest.raises(RaygptError) as caught:
+        shown(path)
+    assert str(caught.value).startswith(f"{path}, line 1: ")
+
+
+def test_a_store_shows_its_counts_and_decoded_rows(tmp_path: Path, ray_cluster: None) -> None:
+    text = "".join(f"{number:03}," for number in range(100))
+    (tmp_path / "x.txt").write_text(text)
+    store = prepare(str(tmp_path / "x.txt"), str(tmp_path / "store"), "bytes", val=0.0)
+    found = shown(tmp_path / "store")
+    assert found["rows"] == [
+        {"tokens": list(text[start : start + 64].encode()), "text": text[start : start + 64]} for start in (0, 64, 128)
+    ]
+    assert {name: found[name] for name in ("folder", "source", "vocab", "documents", "text_bytes", "dtype")} == {
+        "folder": str(tmp_path / "store"),
+        "source": str(tmp_path / "x.txt"),
+        "vocab": 257,
+        "documents": 1,
+        "text_bytes": 400,
+        "dtype": "uint16",
+    }
+    assert (found["train_tokens"], found["val_tokens"]) == (401, 0)
+    assert found["fingerprint"] == store.index.fingerprint
+    assert len(shown(tmp_path / "store", rows=99)["rows"]) == 6
+
+
+def test_a_store_of_few_tokens_shows_them_all(tmp_path: Path, ray_cluster: None) -> None:
+    (tmp_path / "x.txt").write_text("few")
+    prepare(str(tmp_path / "x.txt"), str(tmp_path / "store"), "bytes", val=0.0)
+    assert shown(tmp_path / "store")["rows"] == [{"tokens": [102, 101, 119, 256], "text": "few<|endoftext|>"}]
+
+
+def test_nanogpts_files_are_decoded_with_the_tokenizer_that_is_named(tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        np.frombuffer(b"some text " * 20, np.uint8).astype("<u2").tofile(tmp_path / f"{name}.bin")
+    found = shown(tmp_path, rows=1, tokenizer="bytes")
+    assert found["rows"][0]["text"] == ("some text " * 20)[:64]
+    assert found["train_tokens"] == found["val_tokens"] == 200
