@@ -433,7 +433,7 @@ class Recipe(Part):
 
     def to_yaml(self) -> str:
         """Every key with its value; `load_recipe` makes an equal Recipe of it."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)  # ASCII: PyYAML reads U+0085 in a name as a newline
 
 
 def _multiples_around(number: int, of: int) -> str:

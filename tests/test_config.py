@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -545,6 +545,7 @@ overrides_by_key = st.fixed_dictionaries(
 
 
 @given(overrides_by_key)
+@example({"data.source": "\x85", "run.storage": "Übung\u2028"})  # line breaks to PyYAML
 @unhurried
 def test_a_resolved_recipe_loads_again_to_an_equal_one(tmp_path_factory: Any, overrides: Any) -> None:
     recipe = load_recipe("tiny", overrides)

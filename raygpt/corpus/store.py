@@ -5,7 +5,8 @@
       tokenizer.json
       train-00000-00000.tokens     shards: a 64-byte header, then the ids as uint16 or uint32
       train-00000-00001.tokens     …unit 0, part 1: a unit is a few files of the source, a part some 16 MB of their text
-      val-00000.tokens
+      val-00000-00000.tokens       held-out documents of that part, where it has any
+      val.tokens                   all of them, gathered at the end
       index.json                   written last: a folder without it is not a store yet
 
 A stream (train or val) is the ids of its shards one after another. nanoGPT's `train.bin` and `val.bin` (bare uint16)

@@ -246,12 +246,6 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
 
 
-@functools.cache
-def cached(folder: str) -> Tokenizer:
-    """`load`, once per process: for tasks, which come many to a worker."""
-    return load(folder)
-
-
 def ready_made(name: str) -> Tokenizer | None:
     """The tokenizer of a recipe's `data.tokenizer`, unless it has to be made from the corpus (`char`, `bpe:N`)."""
     if name == "gpt2":

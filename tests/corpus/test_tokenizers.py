@@ -16,7 +16,6 @@ import tokenizers as hugging_face
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raygpt import storage
 from raygpt.corpus import tokenizers
 from raygpt.corpus.tokenizers import Bpe, Bytes, Char, Gpt2, Tokenizer, fingerprint, load, make, ready_made, save
 from raygpt.errors import RaygptError
@@ -413,10 +412,3 @@ def test_a_json_file_of_something_else_is_refused(tmp_path: Path, content: Any) 
     path = written(tmp_path, content)
     expected = f"{path} is not a tokenizer; name one saved by raygpt or by Hugging Face's tokenizers"
     assert refusal(load, path) == expected
-
-
-def test_a_tokenizer_is_loaded_once_per_process_for_tasks(tmp_path: Path) -> None:
-    save(Char("abc"), str(tmp_path))
-    first = tokenizers.cached(str(tmp_path))
-    storage.delete(str(tmp_path / "tokenizer.json"))
-    assert tokenizers.cached(str(tmp_path)) is first
