@@ -1,0 +1,199 @@
+"""The JAX engine: a recipe's model on a mesh of devices, stepped, scored and named."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
+
+from raygpt.config import Recipe
+from raygpt.engines.jax import sharding
+from raygpt.engines.jax.attention import Cache, choose_attention
+from raygpt.engines.jax.checkpoint import Saver, restore
+from raygpt.engines.jax.model import GPT
+from raygpt.engines.jax.optimizer import learning_rate, make_optimizer
+from raygpt.engines.jax.step import Batch, Metrics, State, make_score, make_step
+
+DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "fp64": jnp.float64}
+
+
+def choose_precision(wanted: str, device: Any) -> str:
+    """bf16 where the device computes it fast: TPUs, and NVIDIA from Ampere on; fp16 on older GPUs; fp32 on a CPU."""
+    if wanted != "auto":
+        return wanted
+    if device.platform == "gpu":
+        return "bf16" if float(getattr(device, "compute_capability", "8.0")) >= 8 else "fp16"
+    return "bf16" if device.platform == "tpu" else "fp32"
+
+
+class JaxEngine:
+    """Computes a recipe on the devices of all processes that joined."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        vocab: int,
+        *,
+        accumulation: int = 1,
+        devices: Sequence[Any] | None = None,
+        precision: str | None = None,
+    ):
+        self.recipe, self.vocab, self.accumulation = recipe, vocab, accumulation
+        self.context = recipe.model.context
+        self.mesh = sharding.make_mesh(recipe.cluster.mesh.sizes(), devices)
+        self.batch_rows = recipe.training.batch_tokens // recipe.model.context
+        self.precision = precision or choose_precision(recipe.model.precision, self._device)
+        self._dtype = DTYPES[self.precision]
+        self._param_dtype = jnp.promote_types(self._dtype, jnp.float32)
+        self._attention, self._attention_name = choose_attention(self._device.platform, self._dtype, self.mesh)
+        self._optimizer = make_optimizer(recipe)
+        self._learning_rate = learning_rate(recipe)
+
+    @property
+    def _device(self) -> Any:
+        return self.mesh.devices.flat[0]
+
+    def describe(self) -> dict[str, str]:
+        """What computes, for people."""
+        axes = " × ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1)
+        return {
+            "engine": f"jax {jax.__version__}",
+            "device": self._device.device_kind,
+            "devices": str(self.mesh.size),
+            "mesh": axes or "one device",
+            "precision": self.precision,
+            "attention": self._attention_name,
+        }
+
+    # The state
+
+    def start(self) -> State:
+        """The state before step 0, born sharded: no device ever holds more than its share."""
+        return jax.jit(self._initial, out_shardings=self._shardings)()
+
+    def _model(self) -> GPT:
+        rngs = nnx.Rngs(params=self.recipe.training.seed)
+        return GPT(self.recipe.model, self.vocab, dtype=self._dtype, param_dtype=self._param_dtype, rngs=rngs)
+
+    def _initial(self) -> State:
+        parameters = nnx.to_pure_dict(nnx.split(self._model())[1])
+        return State(parameters, self._optimizer.init(parameters), jnp.zeros((), jnp.int32))
+
+    @cached_property
+    def _graph(self) -> Any:
+        return nnx.split(nnx.eval_shape(self._model))[0]
+
+    @cached_property
+    def _shardings(self) -> State:
+        return sharding.parameter_shardings(self.mesh, jax.eval_shape(self._initial))
+
+    def save(self, state: State, folder: str) -> None:
+        """Begin to write the state into a folder, in the background."""
+        self._saver.save(state, folder)
+
+    def wait_for_save(self) -> None:
+        """Until the state that was last saved is written."""
+        self._saver.wait()
+
+    @cached_property
+    def _saver(self) -> Saver:
+        return Saver()
+
+    def restore(self, folder: str) -> State:
+        """The state that was saved there, on whatever mesh."""
+        return restore(folder, jax.eval_shape(self._initial), self._shardings)
+
+    # Rows in, numbers out
+
+    @cached_property
+    def _shape(self) -> tuple[int, int, int]:
+        """[accumulation, rows, time] of a batch, with rows that fill it up to what the mesh divides."""
+        across = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        micro_rows = -(-self.batch_rows // (self.accumulation * across)) * across
+        return self.accumulation, micro_rows, self.recipe.model.context
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """The rows of a batch that this process needs, in order."""
+        numbers = np.arange(np.prod(self._shape[:2])).reshape(self._shape[:2])
+        places = NamedSharding(self.mesh, sharding.BATCH).addressable_devices_indices_map(self._shape)
+        needed = {int(row) for index in places.values() if index for row in numbers[index[:2]].flat}
+        return sorted(row for row in needed if row < self.batch_rows)
+
+    def put(self, windows: NDArray[np.int32]) -> Batch:
+        """These rows' windows [rows, context + 1], on their devices."""
+        accumulation, micro_rows, time = self._shape
+        batch = np.zeros((accumulation * micro_rows, time + 1), dtype=np.int32)
+        batch[self.rows] = windows
+        cut = batch.reshape(accumulation, micro_rows, time + 1)
+        return Batch(self._put(cut[..., :-1]), self._put(cut[..., 1:]), self._weights)
+
+    def _put(self, array: NDArray[Any], spec: P = sharding.BATCH) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, NamedSharding(self.mesh, spec), array.__getitem__)
+
+    @cached_property
+    def _weights(self) -> jax.Array:
+        real = np.arange(np.prod(self._shape[:2])) < self.batch_rows
+        return self._put(real.reshape(self._shape[:2]).astype(self._param_dtype), P(None, sharding.ROWS))
+
+    def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Train on a batch; the old state is used up."""
+        return self._step(state, batch)
+
+    @cached_property
+    def _step(self) -> Any:
+        step = make_step(
+            self.recipe, self._graph, self._optimizer, self._attention, self._constrain, self.vocab, self._learning_rate
+        )
+        return jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
+
+    def read(self, metrics: Metrics) -> dict[str, float]:
+        """Wait for a step's metrics."""
+        return {name: float(value) for name, value in metrics._asdict().items()}
+
+    def score(self, state: State, windows: NDArray[np.int32]) -> NDArray[np.floating[Any]]:
+        """The loss of each window [rows, context + 1], a mean over its tokens; every process gives and gets all."""
+        across = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        padded = np.pad(windows, ((0, -len(windows) % across), (0, 0)))
+        inputs, targets = (self._put(part, P(sharding.ROWS, "context")) for part in (padded[:, :-1], padded[:, 1:]))
+        return np.asarray(self._score(state.parameters, inputs, targets))[: len(windows)]
+
+    @cached_property
+    def _score(self) -> Any:
+        score = make_score(self._graph, self._attention, self._constrain, self.vocab)
+        return jax.jit(score, out_shardings=NamedSharding(self.mesh, P()))
+
+    def _constrain(self, x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, sharding.RESIDUAL))
+
+    # Sampling
+
+    def prefill(self, state: State, ids: NDArray[np.int32]) -> tuple[NDArray[np.floating[Any]], Any]:
+        """Read prompts [rows, time]: the logits of the token that follows each, and a cache for `decode`."""
+        model = self.recipe.model
+        shape = (model.layers, len(ids), model.context, model.heads, model.width // model.heads)
+        empty = Cache(jnp.zeros(shape, self._dtype), jnp.zeros(shape, self._dtype))
+        return self.decode(state, ids, 0, empty)
+
+    def decode(
+        self, state: State, ids: NDArray[np.int32], start: int, cache: Any
+    ) -> tuple[NDArray[np.floating[Any]], Any]:
+        """Read ids [rows, time] after `start` earlier ones: logits [rows, vocabulary] of what follows, and a cache."""
+        logits, cache = self._extend(state.parameters, ids, start, cache)
+        return np.asarray(logits), cache
+
+    @cached_property
+    def _extend(self) -> Any:
+        def extend(parameters: Any, ids: jax.Array, start: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+            gpt: GPT = nnx.merge(self._graph, parameters)
+            hidden, cache = gpt.extend(ids, start, cache)
+            table = gpt.table[: self.vocab].astype(hidden.dtype)
+            return jnp.einsum("bd,vd->bv", hidden[:, -1], table, preferred_element_type=jnp.float32), cache
+
+        return jax.jit(extend, donate_argnums=3)

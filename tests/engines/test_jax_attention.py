@@ -1,0 +1,102 @@
+"""Attention against the formula, written out with loops in NumPy."""
+
+import re
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+
+from raygpt.engines.jax.attention import Cache, cached, choose_attention, cudnn, xla  # noqa: E402
+from raygpt.engines.jax.sharding import make_mesh  # noqa: E402
+
+SHAPES = [(1, 1, 1, 4), (2, 7, 3, 5), (3, 16, 2, 8)]  # rows, time, heads, head_dim
+
+
+def draw(shape, dtype=jnp.float32, seed=0):
+    """Query, key and value."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(3, *shape)), dtype)
+
+
+def reference(query, key, value):
+    """Token by token: softmax(q·k / √d) over the past and itself."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    rows, time, heads, size = query.shape
+    mixed = np.zeros(query.shape)
+    for row in range(rows):
+        for head in range(heads):
+            for now in range(time):
+                scores = [query[row, now, head] @ key[row, past, head] / np.sqrt(size) for past in range(now + 1)]
+                weights = np.exp(scores) / np.exp(scores).sum()
+                mixed[row, now, head] = sum(weights[past] * value[row, past, head] for past in range(now + 1))
+    return mixed
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_xla_computes_the_formula(shape):
+    query, key, value = draw(shape)
+    np.testing.assert_allclose(xla(query, key, value), reference(query, key, value), atol=1e-6)
+
+
+def test_a_token_sees_itself_and_the_past_and_nothing_later():
+    query, key, value = draw((1, 6, 2, 4))
+    before = xla(query, key, value)
+    for now in range(6):
+        after = xla(query, key.at[:, now].add(1.0), value.at[:, now].add(1.0))
+        np.testing.assert_array_equal(after[:, :now], before[:, :now])
+        assert np.all(np.abs(after[:, now:] - before[:, now:]).max((0, 2, 3)) > 1e-3)
+
+
+def test_bf16_goes_in_and_out_but_softmax_is_taken_in_fp32():
+    query, key, value = draw((2, 16, 2, 8), jnp.bfloat16)
+    mixed = xla(query, key, value)
+    assert mixed.dtype == jnp.bfloat16
+    np.testing.assert_allclose(mixed.astype(np.float32), reference(query, key, value), atol=2e-2)
+    exponentials = re.findall(r":(\w+)\[[\d,]+\] = exp ", str(jax.make_jaxpr(xla)(query, key, value)))
+    assert exponentials == ["f32"]
+
+
+def test_scores_far_beyond_bf16s_precision_are_told_apart():
+    # 256 and 257 are one number in bf16: rounded scores would give equal weights
+    query = jnp.full((1, 2, 1, 1), 1.0, jnp.bfloat16)
+    key = jnp.array([256.0, 256.0], jnp.bfloat16).reshape(1, 2, 1, 1)
+    two = jnp.concatenate([key, jnp.array([0.0, 1.0], jnp.bfloat16).reshape(1, 2, 1, 1)], -1)  # 256 + 0, 256 + 1
+    query = jnp.concatenate([query, query], -1)
+    value = jnp.array([0.0, 1.0], jnp.bfloat16).reshape(1, 2, 1, 1)
+    mixed = xla(query, two, jnp.concatenate([value, value], -1))
+    expected = 1 / (1 + np.exp(-1 / np.sqrt(2)))
+    np.testing.assert_allclose(float(mixed[0, 1, 0, 0]), expected, atol=4e-3)
+
+
+@pytest.mark.parametrize("pieces", [[1] * 7, [3, 1, 2, 1], [7]])
+def test_with_a_cache_every_position_is_as_without(pieces):
+    query, key, value = draw((2, 7, 3, 4))
+    whole = xla(query, key, value)
+    cache = Cache(jnp.full((2, 9, 3, 4), 100.0), jnp.full((2, 9, 3, 4), 100.0))  # what is not written yet is not seen
+    start = 0
+    for length in pieces:
+        now = slice(start, start + length)
+        cache = cache.updated(key[:, now], value[:, now], start)
+        mixed = cached(query[:, now], cache.keys, cache.values, start)
+        np.testing.assert_allclose(mixed, whole[:, now], atol=1e-6)
+        start += length
+
+
+def test_each_device_gets_the_kernel_it_has():
+    whole = make_mesh({"data": 8, "fsdp": 1, "tensor": 1, "context": 1})
+    shared = make_mesh({"data": 4, "fsdp": 1, "tensor": 1, "context": 2})
+    assert choose_attention("gpu", jnp.bfloat16, whole) == (cudnn, "cuDNN")
+    assert choose_attention("gpu", jnp.float16, whole) == (cudnn, "cuDNN")
+    assert choose_attention("gpu", jnp.float32, whole) == (xla, "XLA")  # cuDNN has none for fp32
+    assert choose_attention("gpu", jnp.bfloat16, shared) == (xla, "XLA")  # nor for a row on two devices
+    assert choose_attention("cpu", jnp.float32, whole) == (xla, "XLA")
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+def test_cudnn_computes_the_formula():
+    query, key, value = draw((2, 64, 2, 64), jnp.bfloat16)
+    np.testing.assert_allclose(
+        cudnn(query, key, value).astype(np.float32), reference(query, key, value), atol=2e-2, rtol=2e-2
+    )

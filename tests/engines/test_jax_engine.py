@@ -1,0 +1,476 @@
+"""The JAX engine: on every mesh and with any accumulation, the numbers of one device that computes a batch at once."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from functools import cache
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+from flax import nnx  # noqa: E402
+
+from raygpt.config import Model, Training  # noqa: E402
+from raygpt.engines.jax import model as model_module  # noqa: E402
+from raygpt.engines.jax.attention import xla  # noqa: E402
+from raygpt.engines.jax.engine import JaxEngine, choose_precision  # noqa: E402
+from raygpt.engines.jax.model import GPT, dropout  # noqa: E402
+from raygpt.engines.jax.step import State, make_step  # noqa: E402
+from raygpt.recipes import load_recipe  # noqa: E402
+
+STEPS, ROWS, CONTEXT, VOCAB = 20, 12, 16, 100  # 12 rows in 8 or 24 places: some are padding
+MESHES = {
+    "data=8": {"data": 8},
+    "fsdp=8": {"data": 1, "fsdp": 8},
+    "data=2,fsdp=2,tensor=2": {"data": 2, "fsdp": 2, "tensor": 2},
+    "data=2,tensor=4": {"data": 2, "tensor": 4},
+    "data=4,context=2": {"data": 4, "context": 2},
+    "fsdp=2,tensor=2,context=2": {"data": 1, "fsdp": 2, "tensor": 2, "context": 2},
+}
+ACCUMULATIONS = [(1, 2, 3), (3,), (2,), (1,), (3,), (2,)]  # of each; all three on every mesh take a minute more
+WINDOWS = np.random.default_rng(0).integers(0, VOCAB, (STEPS, ROWS, CONTEXT + 1)).astype(np.int32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly():
+    """XLA's passes take most of these tests' time, and change no digit that they look at."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def recipe(mesh=None, rows=ROWS, **model):
+    sizes = {"layers": 2, "heads": 4, "width": 32, "context": CONTEXT, "dropout": 0.1, **model}
+    return load_recipe(
+        "tiny",
+        {
+            "model": sizes,
+            "training": {"steps": STEPS, "batch_tokens": rows * CONTEXT},
+            "schedule.warmup_steps": 5,
+            "cluster.mesh": mesh or {},
+        },
+    )
+
+
+def make_engine(mesh=None, accumulation=1, precision="fp32", **changes):
+    """On a mesh of all devices, or without one on a single device."""
+    devices = None if mesh else jax.devices()[:1]
+    return JaxEngine(recipe(mesh, **changes), VOCAB, accumulation=accumulation, precision=precision, devices=devices)
+
+
+def train(engine, state, steps=STEPS, windows=WINDOWS):
+    """Loss and gradient norm of each step, and the last state."""
+    numbers = []
+    for step in range(steps):
+        state, metrics = engine.step(state, engine.put(windows[step][engine.rows]))
+        numbers.append([engine.read(metrics)[key] for key in ("loss", "grad_norm")])
+    return np.array(numbers), state
+
+
+def assert_same(tree, expected, **tolerance):
+    paths = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, right), leaf in zip(paths, jax.tree.leaves(tree), strict=True):
+        np.testing.assert_allclose(leaf, right, **tolerance, err_msg=str(path))
+
+
+# Meshes and accumulation
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """Parameters before, numbers of each step, and parameters and scores after."""
+    with jax.enable_x64(True):
+        engine = make_engine(precision="fp64")
+        state = engine.start()
+        initial = jax.device_get(state.parameters)
+        numbers, state = train(engine, state)
+        return initial, numbers, jax.device_get(state.parameters), engine.score(state, WINDOWS[0])
+
+
+@pytest.fixture(scope="module", params=zip(MESHES, ACCUMULATIONS, strict=True), ids=lambda param: param[0])
+def on_mesh(request):
+    """The same run on a mesh: parameters before, {accumulation: numbers and parameters}, and scores after."""
+    name, accumulations = request.param
+    with jax.enable_x64(True):
+        state = make_engine(MESHES[name], precision="fp64").start()
+        places = jax.tree.map(lambda leaf: leaf.sharding, state)
+        initial = jax.device_get(state)  # a step uses its state up
+        trained = {}
+        for accumulation in accumulations:
+            engine = make_engine(MESHES[name], accumulation, precision="fp64")
+            numbers, state = train(engine, jax.device_put(initial, places))
+            trained[accumulation] = numbers, jax.device_get(state.parameters)
+            assert jax.tree.map(lambda leaf: leaf.sharding, state) == places, "what is in shares stays in shares"
+        return initial.parameters, trained, engine.score(state, WINDOWS[0])
+
+
+def test_parameters_begin_the_same_on_every_mesh_bit_for_bit(on_mesh, one_device):
+    assert_same(on_mesh[0], one_device[0], rtol=0, atol=0)
+
+
+def test_losses_and_gradient_norms_of_20_steps_are_those_of_one_device(on_mesh, one_device):
+    for accumulation, (numbers, parameters) in on_mesh[1].items():
+        assert numbers.shape == (STEPS, 2)
+        np.testing.assert_allclose(numbers, one_device[1], rtol=1e-9, err_msg=f"accumulation {accumulation}")
+        assert_same(parameters, one_device[2], rtol=1e-6, atol=1e-9)
+
+
+def test_scores_are_those_of_one_device(on_mesh, one_device):
+    assert on_mesh[2].shape == (ROWS,)
+    np.testing.assert_allclose(on_mesh[2], one_device[3], rtol=1e-9)
+
+
+def test_the_run_is_worth_comparing(one_device):
+    losses, norms = one_device[1].T
+    assert losses[0] == pytest.approx(np.log(VOCAB), rel=0.02)
+    assert len(set(losses)) == len(set(norms)) == STEPS
+
+
+def test_one_device_may_accumulate_too(one_device):
+    with jax.enable_x64(True):
+        engine = make_engine(accumulation=3, precision="fp64")
+        numbers, _ = train(engine, engine.start())
+    np.testing.assert_allclose(numbers, one_device[1], rtol=1e-9)
+
+
+def test_in_fp32_they_agree_to_a_ten_thousandth():
+    engine = make_engine()
+    state = engine.start()
+    initial = jax.device_get(state.parameters)
+    expected, _ = train(engine, state)
+    for name, accumulation in (("fsdp=8", 1), ("data=2,fsdp=2,tensor=2", 3)):
+        engine = make_engine(MESHES[name], accumulation)
+        state = engine.start()
+        assert_same(state.parameters, initial, rtol=0, atol=0)
+        np.testing.assert_allclose(train(engine, state)[0], expected, rtol=1e-4)
+
+
+def test_five_rows_on_eight_devices_are_those_five_rows():
+    windows = WINDOWS[:, :5]
+    with jax.enable_x64(True):
+        alone = make_engine(rows=5, precision="fp64")
+        padded = make_engine(MESHES["data=8"], accumulation=2, rows=5, precision="fp64")
+        batch = padded.put(windows[0])
+        assert batch.inputs.shape == (2, 8, CONTEXT)
+        assert np.asarray(batch.weights).ravel().tolist() == [1] * 5 + [0] * 11
+        initial = jax.device_get(alone.start())
+        expected, _ = train(alone, jax.device_put(initial), 3, windows)
+        numbers, state = train(padded, initial, 3, windows)
+        np.testing.assert_allclose(numbers, expected, rtol=1e-9)
+        assert padded.score(state, windows[0]).shape == (5,)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_process_with_all_devices_needs_every_row_once(mesh, accumulation):
+    assert make_engine(MESHES[mesh], accumulation).rows == list(range(ROWS))
+
+
+TWO_PROCESSES = """
+import json, sys
+import jax
+import numpy as np
+rank, port, settings = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+jax.config.update("jax_enable_x64", True)
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+from raygpt.config import Recipe
+from raygpt.engines.jax.engine import JaxEngine
+from raygpt.inference.sampling import sample
+engine = JaxEngine(Recipe.model_validate(settings["recipe"]), settings["vocab"], accumulation=2, precision="fp64")
+windows = np.array(settings["windows"], dtype=np.int32)
+state = engine.start()
+numbers = []
+for step in range(len(windows)):
+    state, metrics = engine.step(state, engine.put(windows[step][engine.rows]))
+    numbers.append([engine.read(metrics)[key] for key in ("loss", "grad_norm")])
+text = sample(engine, state, windows[0, :2, :3], 4, temperature=0.0).tolist()
+scores = engine.score(state, windows[0]).tolist()
+print(json.dumps(dict(rows=engine.rows, numbers=numbers, scores=scores, text=text)))
+"""
+
+
+def test_two_processes_share_the_rows_and_get_the_numbers_of_one_device(one_device):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    settings = {"recipe": recipe({"data": 1, "fsdp": 2}).to_dict(), "vocab": VOCAB, "windows": WINDOWS.tolist()}
+    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-c", TWO_PROCESSES]
+    processes = [
+        subprocess.Popen([*command, str(rank), port, json.dumps(settings)], env=environment, stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        first, second = (json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert first["rows"] == [0, 1, 2, 6, 7, 8]  # half of each micro-batch
+    assert second["rows"] == [3, 4, 5, 9, 10, 11]
+    for said in (first, second):
+        np.testing.assert_allclose(said["numbers"], one_device[1], rtol=1e-9)
+        np.testing.assert_allclose(said["scores"], one_device[3], rtol=1e-9)
+    assert np.shape(first["text"]) == (2, 4)
+    assert first["text"] == second["text"]
+
+
+# Against a plain computation
+
+
+def plain_loss(model, parameters, windows):
+    """The loss of each row by Optax on full logits, with dropout off, as precise as the parameters."""
+    dtype = parameters["tokens"]["embedding"].dtype
+    graph, _ = nnx.split(nnx.eval_shape(lambda: GPT(model, VOCAB, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))))
+    gpt = nnx.merge(graph, parameters)
+    logits = gpt(jnp.asarray(windows[:, :-1]), xla) @ gpt.table[:VOCAB].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(windows[:, 1:])).mean(1)
+
+
+def test_a_batchs_loss_and_gradient_are_those_of_the_plain_mean_with_any_accumulation():
+    with jax.enable_x64(True):
+        engines = [make_engine(accumulation=count, precision="fp64", dropout=0.0) for count in (1, 3)]
+        parameters = engines[0].start().parameters
+        mean = lambda parameters: plain_loss(engines[0].recipe.model, parameters, WINDOWS[0]).mean()  # noqa: E731
+        expected, right = jax.jit(jax.value_and_grad(mean))(parameters)
+        for engine in engines:
+            loss, gradients = sgd_step(engine, parameters, WINDOWS[0])
+            assert loss == pytest.approx(float(expected), rel=1e-12)
+            assert_same(gradients, right, rtol=1e-6, atol=1e-12)
+
+
+def sgd_step(engine, parameters, windows):
+    """Loss, and the gradient as what a step with rate 1 takes off."""
+    sgd = optax.sgd(1.0)
+    step = make_step(engine.recipe, engine._graph, sgd, xla, lambda x: x, VOCAB, optax.constant_schedule(1.0))
+    state = State(parameters, sgd.init(parameters), jnp.zeros((), jnp.int32))
+    after, metrics = jax.jit(step)(state, engine.put(windows))
+    gradients = jax.tree.map(jnp.subtract, parameters, after.parameters)
+    assert float(metrics.grad_norm) == pytest.approx(float(optax.tree.norm(gradients)), rel=1e-3)
+    return float(metrics.loss), gradients
+
+
+def test_scores_are_the_plain_mean_over_each_rows_tokens():
+    engine = make_engine(dropout=0.5)  # which a score has none of
+    state = engine.start()
+    np.testing.assert_allclose(
+        engine.score(state, WINDOWS[0]), plain_loss(engine.recipe.model, state.parameters, WINDOWS[0]), rtol=1e-5
+    )
+
+
+def test_fp16_gradients_of_many_tokens_do_not_vanish():
+    """A mean over half a million tokens gives each a gradient below fp16's smallest number; here it is 8192."""
+    rows = 512
+    windows = np.random.default_rng(1).integers(0, VOCAB, (rows, CONTEXT + 1)).astype(np.int32)
+    exact, half = (make_engine(rows=rows, precision=precision, dropout=0.0) for precision in ("fp32", "fp16"))
+    parameters = exact.start().parameters
+    expected, right = sgd_step(exact, parameters, windows)
+    loss, gradients = sgd_step(half, parameters, windows)
+    assert loss == pytest.approx(expected, rel=1e-3)
+    error = optax.tree.norm(jax.tree.map(jnp.subtract, gradients, right)) / optax.tree.norm(right)
+    assert float(error) < 5e-3
+
+
+def test_bf16_computes_but_parameters_optimizer_and_losses_are_fp32():
+    engine = make_engine(precision="bf16")
+    state = engine.start()
+    np.testing.assert_allclose(
+        engine.score(state, WINDOWS[0]), plain_loss(engine.recipe.model, state.parameters, WINDOWS[0]), rtol=2e-3
+    )
+    floats = {jnp.dtype(jnp.float32)}
+    assert {leaf.dtype for leaf in jax.tree.leaves((state.parameters, state.optimizer)) if leaf.ndim} == floats
+    for step in range(3):
+        assert int(state.step) == step
+        state, metrics = engine.step(state, engine.put(WINDOWS[step]))
+        assert {metric.dtype for metric in metrics} == floats
+        assert engine.read(metrics)["lr"] == pytest.approx(0.001 * (step + 1) / 6, rel=1e-6)  # 5 steps of warm-up
+    assert {leaf.dtype for leaf in jax.tree.leaves((state.parameters, state.optimizer)) if leaf.ndim} == floats
+    scores = engine.score(state, WINDOWS[0])
+    assert scores.dtype == np.float32
+    assert len(set(scores.tolist())) == ROWS  # bf16 would tell numbers around 4.6 apart in steps of 0.03
+
+
+# Where arrays lie
+
+
+def test_parameters_and_optimizer_of_an_fsdp_run_are_born_in_shares():
+    engine = make_engine(MESHES["fsdp=8"])
+    state = engine.start()
+    matrices = [leaf for leaf in jax.tree.leaves((state.parameters, state.optimizer)) if leaf.size >= 512]
+    assert len(matrices) == 3 * 6  # two tables and four kernels, and AdamW's two averages of each
+    for leaf in matrices:
+        assert [shard.data.size for shard in leaf.addressable_shards] == [leaf.size // 8] * 8
+    compiled = jax.jit(engine._initial, out_shardings=engine._shardings).lower().compile().as_text()
+    for leaf in matrices:
+        assert f"f32[{','.join(map(str, leaf.shape))}]" not in compiled, "no device ever holds the whole"
+
+
+# Dropout
+
+
+def keys_of(rows, seed=0):
+    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.asarray(rows))
+
+
+def test_dropout_zeroes_its_share_and_scales_the_rest():
+    x = jnp.ones((64, 50, 40))
+    dropped = np.asarray(dropout(x, keys_of(range(64)), 0, 0.1))
+    assert set(np.unique(dropped)) == {0.0, np.float32(1 / 0.9)}
+    share = (dropped == 0).mean()  # of 128,000: the standard deviation is 0.0008
+    assert share == pytest.approx(0.1, abs=0.004)
+    assert dropped.mean() == pytest.approx(1.0, abs=0.005)
+
+
+def test_a_rows_mask_depends_on_its_own_key_and_the_site_alone():
+    x = jnp.ones((4, 8, 16))
+    masks = dropout(x, keys_of([3, 4, 5, 6]), 2, 0.5)
+    np.testing.assert_array_equal(dropout(x[:2], keys_of([5, 9]), 2, 0.5)[0], masks[2])
+    np.testing.assert_array_equal(dropout(x[:1] * 7, keys_of([4]), 2, 0.5)[0], masks[1] * 7)
+    others = [masks[0], masks[1], dropout(x, keys_of([3]), 3, 0.5)[0], dropout(x, keys_of([3], seed=1), 2, 0.5)[0]]
+    for number, mask in enumerate(others):
+        for other in others[:number]:
+            assert 0.3 < (np.asarray(mask) == np.asarray(other)).mean() < 0.7
+
+
+def test_without_a_rate_or_keys_nothing_is_dropped():
+    x = jnp.ones((2, 3, 4))
+    assert dropout(x, keys_of([0, 1]), 0, 0.0) is x
+    assert dropout(x, None, 0, 0.5) is x
+
+
+def test_the_embedding_and_both_branches_of_each_layer_drop_each_by_a_mask_of_its_own(monkeypatch):
+    sites = []
+    monkeypatch.setattr(model_module, "dropout", lambda x, keys, site, rate: sites.append((int(site), rate)) or x)
+    sizes = Model(layers=3, heads=2, width=8, context=4, dropout=0.25)
+    gpt = GPT(sizes, VOCAB, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    gpt(jnp.zeros((1, 4), jnp.int32), xla, keys_of([0]), scan=False)
+    assert sites == [(site, 0.25) for site in range(7)]
+
+
+def test_scanned_and_unrolled_layers_drop_the_same():
+    sizes = Model(layers=3, heads=2, width=8, context=4, dropout=0.5)
+    gpt = GPT(sizes, VOCAB, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    ids, keys = jnp.arange(8).reshape(2, 4), keys_of([0, 1])
+    np.testing.assert_allclose(gpt(ids, xla, keys), gpt(ids, xla, keys, scan=False), atol=1e-6)
+    assert not np.allclose(gpt(ids, xla, keys), gpt(ids, xla), atol=1e-2)
+
+
+def test_masks_change_with_step_and_row():
+    engine = make_engine(dropout=0.3)
+    initial = jax.device_get(engine.start())
+
+    def loss(windows, step=0):
+        state = initial._replace(step=np.asarray(step, np.int32))
+        return float(engine.step(state, engine.put(windows))[1].loss)
+
+    first = loss(WINDOWS[0])
+    assert loss(WINDOWS[0]) == first
+    assert loss(WINDOWS[0], step=1) != pytest.approx(first, rel=1e-5)
+    assert loss(WINDOWS[0][::-1].copy()) != pytest.approx(first, rel=1e-5), "a row's mask goes by its number"
+
+
+# Initialisation
+
+
+SIZES = {"layers": 8, "heads": 4, "width": 64, "context": 32, "tied_head": False}
+
+
+@cache
+def initial(init):
+    """Parameters before the first step, as NumPy arrays."""
+    make = lambda: GPT(Model(init=init, **SIZES), 512, dtype=None, param_dtype=jnp.float32, rngs=nnx.Rngs(0))  # noqa: E731
+    return jax.device_get(jax.jit(lambda: nnx.to_pure_dict(nnx.split(make())[1]))())
+
+
+def test_gpt2s_initialisation_is_normal_with_smaller_residual_projections():
+    tree = initial("gpt2")
+    blocks = tree["blocks"]
+    tables = [tree[name]["embedding"] for name in ("tokens", "positions", "head")]
+    for values in [*tables, blocks["qkv"]["kernel"], blocks["up"]["kernel"]]:
+        assert values.std() == pytest.approx(0.02, rel=4 / np.sqrt(2 * values.size))
+        assert abs(values.mean()) < 6 * 0.02 / np.sqrt(values.size)
+        assert np.abs(values).max() > 3 * 0.02  # a normal has tails
+    for name in ("out", "down"):
+        assert blocks[name]["kernel"].std() == pytest.approx(0.02 / 4, rel=0.03)  # sqrt(2 · 8)
+    layers = blocks["up"]["kernel"]
+    assert all(np.abs(layers[0] - layers[layer]).max() > 0.01 for layer in range(1, 8)), "each layer has its own"
+
+
+def test_xaviers_limits_are_those_of_the_matrices_that_the_tutorial_has():
+    tree = initial("xavier")
+    blocks, width, hidden = tree["blocks"], 64, 256
+    square = np.sqrt(6 / (width + width))  # Q, K and V are each a matrix from width to width, and so is the way back
+    for values, limit in [
+        *((blocks["qkv"]["kernel"][:, :, part], square) for part in range(3)),
+        (blocks["out"]["kernel"], square),
+        (blocks["up"]["kernel"], np.sqrt(6 / (width + hidden))),
+        (blocks["down"]["kernel"], np.sqrt(6 / (width + hidden))),
+        (tree["positions"]["embedding"], np.sqrt(6 / (32 + width))),
+        (tree["tokens"]["embedding"], np.sqrt(6 / (512 + width))),
+    ]:
+        assert 0.99 * limit < np.abs(values).max() <= limit
+        assert values.std() == pytest.approx(limit / np.sqrt(3), rel=0.03)  # uniform
+
+
+@pytest.mark.parametrize("init", ["gpt2", "xavier"])
+def test_biases_begin_at_zero_and_norms_at_one(init):
+    leaves = jax.tree_util.tree_leaves_with_path(initial(init))
+    vectors = {".".join(part.key for part in path): leaf for path, leaf in leaves}
+    biases = {name: leaf for name, leaf in vectors.items() if name.endswith("bias")}
+    scales = {name: leaf for name, leaf in vectors.items() if name.endswith("scale")}
+    assert len(biases) == 7  # qkv, out, up, down, two norms, the last norm
+    assert len(scales) == 3
+    assert not any(leaf.any() for leaf in biases.values())
+    assert all((leaf == 1).all() for leaf in scales.values())
+
+
+def test_without_biases_there_are_none():
+    tree = jax.eval_shape(make_engine(bias=False).start).parameters
+    assert not [path for path, _ in jax.tree_util.tree_leaves_with_path(tree) if "bias" in str(path)]
+
+
+def test_another_seed_is_another_model(one_device):
+    with jax.enable_x64(True):
+        seeded = recipe().model_copy(update={"training": Training(seed=1, batch_tokens=ROWS * CONTEXT)})
+        other = JaxEngine(seeded, VOCAB, precision="fp64", devices=jax.devices()[:1]).start()
+    for name in ("tokens", "positions"):
+        one = one_device[0][name]["embedding"]
+        assert np.abs(one - np.asarray(other.parameters[name]["embedding"])).max() > 0.02
+
+
+# What it says of itself
+
+
+class Device:
+    def __init__(self, platform, capability="8.0"):
+        self.platform, self.compute_capability = platform, capability
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "chosen"),
+    [
+        ("auto", Device("cpu"), "fp32"),
+        ("auto", Device("tpu"), "bf16"),
+        ("auto", Device("gpu", "9.0"), "bf16"),
+        ("auto", Device("gpu", "12.0"), "bf16"),
+        ("auto", Device("gpu", "7.5"), "fp16"),  # a T4
+        ("bf16", Device("cpu"), "bf16"),
+        ("fp32", Device("gpu", "9.0"), "fp32"),
+    ],
+)
+def test_precision_is_the_recipes_or_the_devices_best(wanted, device, chosen):
+    assert choose_precision(wanted, device) == chosen
+
+
+def test_it_says_what_computes():
+    about = make_engine(MESHES["data=4,context=2"]).describe()
+    assert about["engine"] == f"jax {jax.__version__}"
+    assert (about["device"], about["devices"], about["mesh"]) == ("cpu", "8", "data 4 × context 2")
+    assert (about["precision"], about["attention"]) == ("fp32", "XLA")
+    assert make_engine().describe()["mesh"] == "one device"

@@ -1,0 +1,108 @@
+"""The JAX model against Hugging Face's GPT-2: same weights, same logits, same gradients."""
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+torch = pytest.importorskip("torch", reason="needs the extra torch")
+transformers = pytest.importorskip("transformers")
+
+import jax.numpy as jnp  # noqa: E402
+from flax import nnx  # noqa: E402
+
+from raygpt.config import Model  # noqa: E402
+from raygpt.engines.jax.attention import xla  # noqa: E402
+from raygpt.engines.jax.loss import cross_entropy  # noqa: E402
+from raygpt.engines.jax.model import GPT, padded_vocab  # noqa: E402
+from raygpt.engines.jax.names import from_hugging_face, to_hugging_face  # noqa: E402
+
+SHAPES = [  # layers, heads, width, context, vocab
+    (1, 1, 16, 8, 128),  # a vocabulary that needs no padding
+    (2, 4, 64, 32, 100),
+    (3, 2, 48, 17, 257),
+]
+
+
+def hugging_face(layers, heads, width, context, vocab, tied):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=vocab,
+        n_positions=context,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.2,  # large weights: a wrong place shows
+    )
+    reference = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for parameter in reference.parameters():  # biases and norms too, which begin at 0 and 1
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return reference
+
+
+def ours(reference, layers, heads, width, context, vocab, tied):
+    model = Model(layers=layers, heads=heads, width=width, context=context, tied_head=tied)
+    gpt = GPT(model, vocab, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(gpt)
+    arrays = {name: value.detach().numpy() for name, value in reference.state_dict().items()}
+    return model, graph, from_hugging_face(arrays, nnx.to_pure_dict(state), model, vocab)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_equal_hugging_faces(shape, scan, tied):
+    reference = hugging_face(*shape, tied)
+    _, graph, parameters = ours(reference, *shape, tied)
+    *_, context, vocab = shape
+    ids = np.random.default_rng(0).integers(0, vocab, (3, context))
+    gpt = nnx.merge(graph, parameters)
+    logits = gpt(jnp.asarray(ids), xla, scan=scan) @ gpt.table.T
+    with torch.no_grad():
+        expected = reference(torch.from_numpy(ids)).logits.numpy()
+    assert logits.shape == (3, context, padded_vocab(vocab))
+    np.testing.assert_allclose(logits[..., :vocab], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("chunks", [1, 2, "all"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_loss_and_gradients_equal_hugging_faces(shape, chunks, tied):
+    reference = hugging_face(*shape, tied)
+    model, graph, parameters = ours(reference, *shape, tied)
+    *_, context, vocab = shape
+    windows = np.random.default_rng(1).integers(0, vocab, (3, context + 1))
+    x, y = windows[:, :-1], windows[:, 1:]
+    cut = context if chunks == "all" or context % chunks else chunks
+
+    def loss(parameters):
+        gpt = nnx.merge(graph, parameters)
+        scale = jnp.full(3, 1 / (3 * context))
+        return cross_entropy(gpt(jnp.asarray(x), xla), gpt.table, jnp.asarray(y), scale, vocab, cut)[0]
+
+    value, gradients = jax.value_and_grad(loss)(parameters)
+    logits = reference(torch.from_numpy(x)).logits
+    expected = torch.nn.functional.cross_entropy(logits.reshape(-1, vocab), torch.from_numpy(y).reshape(-1))
+    expected.backward()
+    np.testing.assert_allclose(value, expected.item(), rtol=1e-5)
+    named = to_hugging_face(gradients, model, vocab)
+    theirs = {name: parameter.grad.numpy() for name, parameter in reference.named_parameters()}
+    assert named.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        np.testing.assert_allclose(named[name], gradient, atol=1e-4 * max(1, np.abs(gradient).max()), err_msg=name)
+    padding = gradients["tokens"]["embedding"][vocab:]
+    assert not np.any(padding), "ids that only pad the table are never predicted"
+
+
+def test_names_lead_to_hugging_face_and_back():
+    reference = hugging_face(2, 4, 64, 32, 100, tied=False)
+    model, _, parameters = ours(reference, 2, 4, 64, 32, 100, tied=False)
+    named = to_hugging_face(parameters, model, 100)
+    for name, value in reference.state_dict().items():
+        np.testing.assert_array_equal(named[name], value.numpy(), err_msg=name)

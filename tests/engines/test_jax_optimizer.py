@@ -1,0 +1,195 @@
+"""AdamW against PyTorch's and a plain NumPy one; the learning rate in numbers worked out by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+
+from raygpt.engines.jax.optimizer import learning_rate, make_optimizer  # noqa: E402
+from raygpt.recipes import load_recipe  # noqa: E402
+
+STEPS = 50
+MATRICES = {"tokens.embedding", "positions.embedding", "blocks.up.kernel", "blocks.qkv.kernel"}
+SHAPES = {  # a stacked bias or scale is two-dimensional, and no matrix
+    "tokens.embedding": (6, 4),
+    "positions.embedding": (3, 4),
+    "blocks.up.kernel": (2, 4, 8),
+    "blocks.up.bias": (2, 8),
+    "blocks.qkv.kernel": (2, 4, 3, 2, 2),
+    "blocks.qkv.bias": (2, 3, 2, 2),
+    "blocks.norm1.scale": (2, 4),
+    "norm.scale": (4,),
+}
+
+
+def recipe(**changes):
+    dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    settings = {"training.steps": STEPS, "schedule.warmup_steps": 0, "schedule.kind": "constant", **dotted}
+    return load_recipe("tiny", settings)
+
+
+def nested(flat):
+    """{"a.b": x} as the engine's tree {"a": {"b": x}}."""
+    tree = {}
+    for name, value in flat.items():
+        *path, last = name.split(".")
+        node = tree
+        for key in path:
+            node = node.setdefault(key, {})
+        node[last] = value
+    return tree
+
+
+def flat(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {".".join(part.key for part in path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def draw(seed, scale=1.0):
+    random = np.random.default_rng(seed)
+    return {name: random.normal(size=shape) * scale for name, shape in SHAPES.items()}
+
+
+def gradients(step):
+    """Some steps are clipped, some are not."""
+    return draw(1000 + step, 10.0 ** (step % 4 - 2))
+
+
+def trained(settings):
+    """Parameters after 50 steps of ours, in fp64."""
+    with jax.enable_x64(True):
+        optimizer = make_optimizer(settings)
+        parameters = jax.tree.map(jnp.asarray, nested(draw(0)))
+        state = optimizer.init(parameters)
+        update = jax.jit(optimizer.update)
+        for step in range(STEPS):
+            updates, state = update(nested(gradients(step)), state, parameters)
+            parameters = optax.apply_updates(parameters, updates)
+        return flat(parameters)
+
+
+def by_hand(settings, rates):
+    """The same in NumPy, from the paper's formulas."""
+    adam = settings.optimizer
+    (b1, b2), decayed = adam.betas, MATRICES if adam.decay == "matrices" else set(SHAPES)
+    parameters = draw(0)
+    mean, square = ({name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
+    for step in range(STEPS):
+        gradient = gradients(step)
+        norm = math.sqrt(sum((g**2).sum() for g in gradient.values()))
+        shrink = 1.0 if adam.clip is None else min(1.0, adam.clip / norm)
+        for name, value in parameters.items():
+            g = gradient[name] * shrink
+            mean[name] = b1 * mean[name] + (1 - b1) * g
+            square[name] = b2 * square[name] + (1 - b2) * g**2
+            change = (mean[name] / (1 - b1 ** (step + 1))) / (
+                np.sqrt(square[name] / (1 - b2 ** (step + 1))) + adam.epsilon
+            )
+            change += adam.weight_decay * value if name in decayed else 0
+            parameters[name] = value - rates[step] * change
+    return parameters
+
+
+@pytest.mark.parametrize("decay", ["matrices", "all"])
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_fifty_steps_are_those_of_the_formulas(clip, decay):
+    settings = recipe(optimizer__clip=clip, optimizer__decay=decay, optimizer__learning_rate=0.01)
+    expected = by_hand(settings, [0.01] * STEPS)
+    for name, value in trained(settings).items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-7, err_msg=name)
+
+
+def test_the_rate_of_a_step_is_the_schedules_of_that_step():
+    settings = recipe(schedule__kind="linear", schedule__warmup_steps=4, schedule__end=0.0, optimizer__epsilon=1e-3)
+    rates = [1e-3 * (step + 1) / 5 if step < 4 else 1e-3 * (1 - (step - 4) / 46) for step in range(STEPS)]
+    expected = by_hand(settings, rates)
+    for name, value in trained(settings).items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("decay", ["matrices", "all"])
+def test_fifty_steps_are_pytorchs(decay):
+    torch = pytest.importorskip("torch", reason="needs the extra torch")
+    settings = recipe(optimizer__decay=decay, optimizer__betas=[0.9, 0.999], optimizer__weight_decay=0.3)
+    parameters = {name: torch.nn.Parameter(torch.from_numpy(value)) for name, value in draw(0).items()}
+    decayed = set(SHAPES) if decay == "all" else MATRICES
+    groups = [
+        {"params": [parameters[name] for name in SHAPES if name in decayed], "weight_decay": 0.3},
+        {"params": [parameters[name] for name in SHAPES if name not in decayed], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    for step in range(STEPS):
+        for name, gradient in gradients(step).items():
+            parameters[name].grad = torch.from_numpy(gradient)
+        torch.nn.utils.clip_grad_norm_(list(parameters.values()), 1.0)
+        adamw.step()
+    for name, value in trained(settings).items():
+        # 1e-6: PyTorch adds 1e-6 to the norm before it clips
+        np.testing.assert_allclose(value, parameters[name].detach().numpy(), rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def rates(kind, steps, chosen, **changes):
+    schedule = learning_rate(
+        recipe(
+            schedule__kind=kind,
+            training__steps=steps,
+            optimizer__learning_rate=0.01,
+            **{f"schedule__{key}": value for key, value in changes.items()},
+        )
+    )
+    return [float(schedule(step)) for step in chosen]
+
+
+WARM_UP = [0.002, 0.004, 0.006, 0.008]  # fifths of 0.01, in steps 0 to 3
+COSINE = 0.001 + 0.009 * (1 + math.cos(math.pi / 4)) / 2  # a quarter of the way
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "expected"),
+    [
+        ("constant", {}, {0: 0.01, 50: 0.01, 103: 0.01}),
+        ("linear", {}, {0: 0.01, 26: 0.00775, 52: 0.0055, 104: 0.001}),
+        ("linear", {"end": 0}, {0: 0.01, 26: 0.0075, 103: 0.01 / 104, 104: 0.0}),
+        ("cosine", {}, {0: 0.01, 26: COSINE, 52: 0.0055, 104: 0.001, 200: 0.001}),
+        ("cosine", {"end": 0}, {0: 0.01, 52: 0.005, 104: 0.0}),
+        ("cosine", {"end": 1}, {0: 0.01, 52: 0.01, 104: 0.01}),
+        ("wsd", {"decay_share": 0.25}, {0: 0.01, 78: 0.01, 91: 0.0055, 104: 0.001}),
+        ("wsd", {"decay_share": 0.25, "end": 0}, {78: 0.01, 103: 0.01 / 26, 104: 0.0}),
+        ("constant", {"warmup_steps": 4}, {**dict(enumerate(WARM_UP)), 4: 0.01, 104: 0.01}),
+        ("linear", {"warmup_steps": 4}, {**dict(enumerate(WARM_UP)), 4: 0.01, 54: 0.0055, 104: 0.001}),
+        ("cosine", {"warmup_steps": 4}, {**dict(enumerate(WARM_UP)), 4: 0.01, 29: COSINE, 54: 0.0055, 104: 0.001}),
+        ("wsd", {"warmup_steps": 4, "decay_share": 0.25}, {**dict(enumerate(WARM_UP)), 4: 0.01, 78: 0.01, 91: 0.0055}),
+    ],
+)
+def test_the_learning_rate_over_104_steps_is(kind, settings, expected):
+    assert rates(kind, 104, expected, **settings) == pytest.approx(list(expected.values()), rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("warmup", [0, 1, 10, 16])
+def test_no_step_has_a_rate_of_zero_and_the_end_is_reached_after_the_last(kind, warmup):
+    end = {} if kind == "constant" else {"end": 0.0}
+    *steps, after = rates(kind, 20, range(21), warmup_steps=warmup, **end)
+    assert min(steps) > 0
+    assert max(steps) == pytest.approx(0.01)
+    assert after == pytest.approx(0.01 if kind == "constant" else 0.0, abs=1e-9)
+
+
+def test_a_run_that_only_warms_up_never_falls():
+    assert rates("cosine", 4, range(4), warmup_steps=4) == pytest.approx(WARM_UP)
+
+
+def test_the_metrics_rate_and_the_optimizers_are_one_schedule():
+    settings = recipe(schedule__kind="cosine", schedule__warmup_steps=3, optimizer__clip=None)
+    state = make_optimizer(settings).init({"norm": {"scale": jnp.ones(2)}})
+    zero = {"norm": {"scale": jnp.zeros(2)}}
+    one = {"norm": {"scale": jnp.ones(2)}}
+    for step in range(6):
+        updates, state = make_optimizer(settings).update(one, state, zero)
+        # equal gradients make AdamW's quotient 1, so that an update is minus the rate
+        np.testing.assert_allclose(updates["norm"]["scale"], -learning_rate(settings)(step), rtol=1e-5)
