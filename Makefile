@@ -22,13 +22,14 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix raygpt tests benchmarks
 
 # The suite against a wheel in an environment and a folder of its own: what users install, not what lies here.
+WHEEL_TESTS ?= tests
 test-wheel: $(VENV)/installed-dev
 	$(eval OUTSIDE := $(shell mktemp -d))
 	$(BIN)/python -m build --wheel --outdir $(OUTSIDE)/dist .
 	$(PYTHON) -m venv $(OUTSIDE)/venv
 	$(OUTSIDE)/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls $(OUTSIDE)/dist/*.whl)[dev]"
-	cp -r tests README.md $(OUTSIDE)/
-	cd $(OUTSIDE) && RAYGPT_CHECKOUT=$(CURDIR) venv/bin/python -m pytest -q tests
+	cp -r tests $(OUTSIDE)/
+	cd $(OUTSIDE) && RAYGPT_CHECKOUT=$(CURDIR) venv/bin/python -m pytest $(WHEEL_TESTS)
 	rm -rf $(OUTSIDE)
 
 $(VENV)/bin/python:

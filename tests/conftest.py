@@ -14,7 +14,12 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+# Before anything imports jax: eight devices for meshes. A worker that a test starts appends a count of its own.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 import raygpt
+from raygpt import cli
 
 settings.register_profile("raygpt", deadline=None, max_examples=60)  # two busy cores: a slow example is no failure
 settings.load_profile("raygpt")
@@ -80,3 +85,21 @@ def ray_cluster(s3: str) -> Iterator[None]:
         ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         yield
         ray.shutdown()
+
+
+@pytest.fixture(name="raygpt")
+def raygpt_command(monkeypatch, capsys, tmp_path):
+    """Run a command line in an empty folder: (exit status, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["raygpt", *map(str, words)])
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        output = capsys.readouterr()
+        return status, output.out, output.err
+
+    return run

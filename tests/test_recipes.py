@@ -58,7 +58,7 @@ def test_shipped_lines_fit_on_a_screen(name: str) -> None:
 def test_tiny_is_small_enough_for_two_cores_and_needs_no_file() -> None:
     tiny = load_recipe("tiny")
     assert tiny.model.parameters(4096) == 1_334_016  # "1.3 million" in its first line
-    assert tiny.training.steps * tiny.training.batch_tokens == 1_228_800  # "1.2 million tokens"
+    assert tiny.training.steps * tiny.training.batch_tokens == 819_200  # "0.8 million tokens"
     assert (tiny.data.source, tiny.data.tokenizer) == ("stdlib", "bpe:4096")
 
 

@@ -1,0 +1,49 @@
+"""What every benchmark writes beside its figures: hardware, versions, date and the command that gave them."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("raygpt", "ray", "jax", "torch", "numpy", "pyarrow", "tiktoken", "tokenizers")
+
+
+def save(name: str, figures: dict[str, Any]) -> Path:
+    """Write benchmarks/results/NAME.json."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({**_circumstances(), "figures": figures}, indent=2) + "\n")
+    return path
+
+
+def _circumstances() -> dict[str, Any]:
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *_shown(sys.argv)]),
+        "hardware": f"{os.cpu_count()} × {_cpu()}",
+        "python": platform.python_version(),
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def _shown(arguments: list[str]) -> list[str]:
+    """Paths of this machine do not matter to others: the last two parts are enough."""
+    return ["/".join(Path(word).parts[-2:]) if word.startswith("/") else word for word in arguments]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,5 @@
+"""`python -m raygpt` is `raygpt`."""
+
+from raygpt.cli import main
+
+main()

@@ -1,0 +1,175 @@
+"""The command line: verbs that parse their words, call what does the work, and print what came of it."""
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from raygpt.errors import RaygptError
+
+app = typer.Typer(
+    help="GPT-2-style language-model pre-training on Ray Train: one recipe, JAX or PyTorch, laptop to cluster.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+recipes_app = typer.Typer(help="List the shipped recipes, or show one.", invoke_without_command=True)
+data_app = typer.Typer(help="Look at text and token stores.", no_args_is_help=True)
+app.add_typer(recipes_app, name="recipes")
+app.add_typer(data_app, name="data")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def main() -> None:
+    """Run a verb; what the user can mend ends in one line and status 1."""
+    try:
+        app()
+    except RaygptError as error:
+        from raygpt import console
+
+        console.fail(str(error))
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A shipped name or a YAML file.")] = "tiny",
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Go on with a run although the recipe has changed.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model: prepare its corpus where needed, then run the recipe, or go on where its run stopped."""
+    from raygpt import console
+    from raygpt.recipes import load_recipe
+    from raygpt.training import launch
+
+    loaded = load_recipe(recipe, overrides or [])
+    with console.preparing() as progress:
+        run = launch.prepare_run(loaded, progress, force)
+    if as_json:
+        result = launch.train(run)
+        _print_json({"path": result.path, "metrics": result.metrics, "plan": run.plan.as_dict()})
+    elif run.is_finished:
+        result = launch.train(run)
+        console.show_finished(run)
+    else:
+        console.show_plan(run)
+        with console.training(run.plan.steps) as watch:
+            result = launch.train(run, watch)
+        if not result.error:
+            console.show_result(result, watch.events)
+    if result.error:
+        raise result.error
+
+
+@app.command()
+def prepare(
+    source: Annotated[str, typer.Argument(help="stdlib, a file, folder or glob, hf:OWNER/NAME, or a preset.")],
+    out: Annotated[str, typer.Option(help="Folder or s3:// address of the token store.")],
+    tokenizer: Annotated[str, typer.Option(help="gpt2, bytes, char, bpe:N, or a saved one.")] = "gpt2",
+    val: Annotated[str, typer.Option(help="Share held out for validation, or a source of its own.")] = "0.05",
+    split: Annotated[str, typer.Option(help="How the share is taken: documents, tail or huggingface.")] = "documents",
+    split_seed: Annotated[int, typer.Option(help="Decides which documents are held out.")] = 2357,
+    column: Annotated[str, typer.Option(help="Where jsonl and parquet hold the text.")] = "text",
+    nanogpt: Annotated[bool, typer.Option("--nanogpt", help="Also write nanoGPT's train.bin and val.bin.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Turn text into a token store; killed half way, the same command continues."""
+    from raygpt import console
+    from raygpt.corpus.nanogpt import write_nanogpt
+    from raygpt.corpus.prepare import prepare as run
+    from raygpt.recipes import check_data
+
+    data = check_data(source=source, tokenizer=tokenizer, val=val, split=split, split_seed=split_seed, column=column)
+    with console.preparing() as watch:
+        store = run(
+            source,
+            out,
+            data.tokenizer,
+            val=data.val,
+            split=data.split,
+            split_seed=data.split_seed,
+            column=data.column,
+            watch=watch,
+        )
+    if nanogpt:
+        write_nanogpt(store)
+    if as_json:
+        _print_json(store.index.summary() | {"folder": store.folder})
+    else:
+        console.show_prepared(store)
+
+
+@data_app.command("show")
+def data_show(
+    what: Annotated[str, typer.Argument(metavar="SOURCE|DIR", help="A source of text, or a token store.")],
+    rows: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 3,
+    column: Annotated[str, typer.Option(help="Where jsonl and parquet hold the text.")] = "text",
+    tokenizer: Annotated[str, typer.Option(help="What nanoGPT's bare files were made with.")] = "gpt2",
+    as_json: Json = False,
+) -> None:
+    """Print schema and raw rows of a source, or header, counts and decoded rows of a store."""
+    from raygpt import console
+    from raygpt.corpus import look
+
+    shown = look.look(what, rows=rows, column=column, tokenizer=tokenizer)
+    if as_json:
+        _print_json(shown)
+    else:
+        console.show_data(shown)
+
+
+@recipes_app.callback()
+def recipes(context: typer.Context, as_json: Json = False) -> None:
+    """List the shipped recipes, a line each."""
+    if context.invoked_subcommand:
+        return
+    from raygpt import console
+    from raygpt.recipes import shipped_recipes
+
+    if as_json:
+        _print_json(shipped_recipes())
+    else:
+        console.show_recipes(shipped_recipes())
+
+
+@recipes_app.command("show")
+def recipes_show(name: Annotated[str, typer.Argument(help="A shipped recipe.")], as_json: Json = False) -> None:
+    """Print a recipe's commented YAML."""
+    from raygpt.recipes import load_recipe, recipe_text
+
+    if as_json:
+        _print_json(load_recipe(name).to_dict())
+    else:
+        print(recipe_text(name), end="")
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine has, and what to do about what is missing."""
+    from raygpt import console
+    from raygpt.doctor import examine
+
+    findings = examine()
+    if as_json:
+        _print_json([finding._asdict() for finding in findings])
+    else:
+        console.show_findings(findings)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        from raygpt import __version__
+
+        print(f"raygpt {__version__}")
+        raise typer.Exit
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))

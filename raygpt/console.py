@@ -1,0 +1,254 @@
+"""What people see in a terminal: progress while work goes on, and the results of the verbs."""
+
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from raygpt.training.metrics import peak_flops
+
+if TYPE_CHECKING:
+    from raygpt.corpus import prepare
+    from raygpt.corpus.store import TokenStore
+    from raygpt.doctor import Finding
+    from raygpt.training.launch import Prepared, Result
+    from raygpt.training.session import Event
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+MARKS = {"ok": "[green]✓[/]", "optional": "[yellow]○[/]", "problem": "[red]✗[/]"}
+
+
+def fail(message: str) -> None:
+    """The one line that an error ends in."""
+    err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def preparing() -> Iterator[Callable[["prepare.Progress"], None]]:
+    """A bar while a corpus is prepared, plain lines where there is no terminal, nothing where nothing is to do."""
+    if not err.is_terminal:
+        yield _PlainProgress()
+        return
+    columns = (
+        TextColumn("preparing"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %  {task.fields[counts]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("", total=None, counts="starting")  # without a total it pulses
+
+        def watch(progress: "prepare.Progress") -> None:
+            bar.update(task, total=progress.source_total, completed=progress.source_bytes, counts=_counts(progress))
+
+        yield watch
+
+
+class _PlainProgress:
+    """A line at the start and every ten seconds."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def __call__(self, progress: "prepare.Progress") -> None:
+        if time.monotonic() >= self._next:
+            share = progress.source_bytes / max(1, progress.source_total)
+            err.print(f"preparing {share:4.0%}  {_counts(progress)}", soft_wrap=True)
+            self._next = time.monotonic() + 10
+
+
+def _counts(progress: "prepare.Progress") -> str:
+    speed = progress.text_bytes / max(progress.seconds, 1e-9) / 1e6
+    return f"{progress.documents:,} documents  {progress.tokens:,} tokens  {speed:.1f} MB/s"
+
+
+def show_prepared(store: "TokenStore") -> None:
+    """The closing line of prepare."""
+    index = store.index
+    tokens = index.tokens("train") + index.tokens("val")
+    out.print(
+        f"{index.documents:,} documents, {index.text_bytes / 1e6:,.1f} MB of text → {index.tokens('train'):,} tokens "
+        f"to train on, {index.tokens('val'):,} to validate; {index.text_bytes / tokens:.2f} bytes per token",
+        soft_wrap=True,
+    )
+    _notes(index.notes)
+    folder = escape(_near(store.folder))
+    out.print(f"token store  {folder}", soft_wrap=True)
+    out.print(f"train on it  {_program()} train tiny data.source={folder} data.tokenizer={folder}", soft_wrap=True)
+
+
+def _notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        out.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+
+
+def show_plan(run: "Prepared") -> None:
+    """Every number of a run, and the beginning of its first batch."""
+    out.print(_table([(label, _near(value)) for label, value in run.plan.lines()]))
+    for store in run.corpus.stores:
+        _notes(store.index.notes)
+    (row,) = run.feed.rows(0, [0])
+    text = run.corpus.tokenizer.decode(row.tolist())
+    out.print(f"\n[bold]batch 0, row 0 of {run.plan.rows}[/] [dim]{' '.join(map(str, row[:8].tolist()))} …[/]")
+    out.print(f"{escape(_clip(text, 240))}\n", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def training(steps: int) -> Iterator["Training"]:
+    """A live line while training in a terminal, a line per event elsewhere."""
+    if not out.is_terminal:
+        yield Training(steps, None)
+        return
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=out, transient=True) as live:
+        yield Training(steps, live)
+
+
+class Training:
+    """Watches a run; what it saw is in `events`."""
+
+    def __init__(self, steps: int, live: Progress | None):
+        self.events: list[Event] = []
+        self._steps, self._live = steps, live
+        self._val_loss: float | None = None
+        self._task = live.add_task("starting workers") if live else None
+
+    def __call__(self, event: "Event") -> None:
+        self.events.append(event)
+        if event.get("event") == "start":
+            about = ", ".join(f"{name} {value}" for name, value in event.items() if name != "event")
+            unknown = "" if peak_flops(event["device"]) else "; its MFU is unknown"
+            out.print(_table([("computing", about + unknown)]))
+            self._show("compiling")
+        elif event.get("event") == "resume":
+            out.print(f"continuing after step {event['step']}")
+        elif event.get("event") == "warning":
+            out.print(f"[yellow]warning:[/] {escape(event['text'])}", soft_wrap=True)
+        elif "val_loss" in event:
+            self._val_loss = event["val_loss"]
+            out.print(f"step {event['step']:>{len(str(self._steps))}}/{self._steps}  val loss {self._val_loss:.4f}")
+        elif "loss" in event:
+            self._show(self._line(event))
+            if not self._live:
+                out.print(self._line(event), soft_wrap=True)
+
+    def _line(self, event: "Event") -> str:
+        parts = [f"step {event['step']:>{len(str(self._steps))}}/{self._steps}", f"loss {event['loss']:.4f}"]
+        if "tokens_per_s" in event:
+            left = (self._steps - event["step"]) * event["tokens"] / event["step"] / event["tokens_per_s"]
+            parts += [f"{event['tokens_per_s']:,.0f} tokens/s", f"{int(left // 60)}:{int(left % 60):02d} left"]
+        if "mfu" in event:
+            parts.append(f"MFU {event['mfu']:.1%}")
+        return "  ".join(parts)
+
+    def _show(self, text: str) -> None:
+        if self._live and self._task is not None:
+            val = "" if self._val_loss is None else f"  val loss {self._val_loss:.4f}"
+            self._live.update(self._task, description=text + val)
+
+
+def show_finished(run: "Prepared") -> None:
+    """Nothing was left to do."""
+    out.print(
+        f"{escape(_near(run.plan.run_folder))} is trained to step {run.after} already. Set training.steps higher to go "
+        "on, or run.name to begin another run.",
+        soft_wrap=True,
+    )
+
+
+def show_result(result: "Result", events: Sequence["Event"]) -> None:
+    """What came of a run: the validation loss before and after, a sample, and what to do next."""
+    losses = [event["val_loss"] for event in events if "val_loss" in event]
+    samples = [event["text"] for event in events if event.get("event") == "sample"]
+    folder = _near(result.path)
+    if samples:
+        out.print("\n[bold]a sample of what it writes now[/]")
+        out.print(escape(_printable(samples[-1])), soft_wrap=True)
+    if len(losses) > 1:
+        out.print(f"\nvalidation loss {losses[0]:.4f} at the start, {losses[-1]:.4f} at the end ({_fall(losses)})")
+    out.print(f"run directory   {escape(folder)}\n\nTry next:", soft_wrap=True)
+    for words in (
+        "recipes show tiny",
+        "train tiny data.source=README.md data.tokenizer=bytes training.steps=20 run.name=readme",
+        "doctor",
+    ):
+        out.print(f"  {_program()} {escape(words)}", soft_wrap=True)
+
+
+def _fall(losses: Sequence[float]) -> str:
+    return f"{losses[-1] / losses[0] - 1:+.0%}"
+
+
+def show_data(shown: dict[str, Any]) -> None:
+    """A source or a store: its facts, then its rows."""
+    facts = [(name, _fact(value)) for name, value in shown.items() if name != "rows" and value not in ({}, [], "")]
+    out.print(_table(facts))
+    for number, row in enumerate(shown["rows"]):
+        text = row if isinstance(row, str) else row["text"]
+        ids = "" if isinstance(row, str) else f" [dim]{' '.join(map(str, row['tokens'][:8]))} …[/]"
+        out.print(f"[bold cyan]row {number}[/]{ids}")
+        out.print(escape(_clip(text, 240)), soft_wrap=True)
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {kind}" for name, kind in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def show_recipes(recipes: dict[str, str]) -> None:
+    """Name and description of each."""
+    out.print(_table(list(recipes.items())))
+    out.print("\nraygpt recipes show NAME prints one; raygpt train NAME runs it.")
+
+
+def show_findings(findings: Sequence["Finding"]) -> None:
+    """The doctor's report."""
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        remedy = f"\n[yellow]→ {escape(finding.remedy)}[/]" if finding.remedy else ""
+        table.add_row(MARKS[finding.state], finding.name, escape(finding.detail) + remedy)
+    out.print(table)
+    problems = sum(finding.state == "problem" for finding in findings)
+    out.print("\nReady." if not problems else f"\n{problems} to mend; ○ marks what only some recipes need.")
+
+
+def _program() -> str:
+    """What to type for raygpt: its name where the shell finds it, else its path."""
+    if shutil.which("raygpt"):
+        return "raygpt"
+    return "python -m raygpt" if sys.argv[0].endswith("__main__.py") else _near(sys.argv[0])
+
+
+def _near(path: str) -> str:
+    """A path as seen from here."""
+    return path.removeprefix(f"{Path.cwd()}/")
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(escape(label), escape(value))
+    return table
+
+
+def _printable(text: str) -> str:
+    """Without control characters, which a model may write and a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+
+
+def _clip(text: str, length: int) -> str:
+    text = _printable(text)
+    return text if len(text) <= length else text[:length].rstrip() + " …"

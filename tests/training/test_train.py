@@ -1,0 +1,145 @@
+"""Whole runs through Ray Train on two CPU workers: what they leave behind, and how they go on."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import raygpt
+from raygpt.errors import RaygptError
+from raygpt.recipes import load_recipe
+from raygpt.training import checkpoints
+
+SMALL = {
+    "model": {"layers": 1, "heads": 2, "width": 16, "context": 16, "dropout": 0.1},
+    "data": {"tokenizer": "bytes", "val": 0.1},
+    "schedule": {"kind": "constant", "warmup_steps": 0},
+    "training": {"batch_tokens": 5 * 16, "log_every": 1, "eval_every": 10, "checkpoint_every": 5},
+    "cluster": {"workers": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def train(ray_cluster, tmp_path_factory):
+    """Run the small recipe under a name: train(name, steps, **overrides)."""
+    home = tmp_path_factory.mktemp("train")
+    text = home / "text.txt"
+    text.write_text("".join(f"the cat sat on mat {n % 7}\n<|endoftext|>\n" for n in range(400)))
+
+    def run(name, steps, **overrides):
+        changes = {"data.source": str(text), "run.storage": str(home), "run.name": name, "training.steps": steps}
+        return raygpt.train("tiny", **SMALL, **changes, **overrides)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def straight(train):
+    """20 steps without a stop."""
+    return train("straight", 20)
+
+
+def metrics(result):
+    return [json.loads(line) for line in Path(result.path, "metrics.jsonl").read_text().splitlines()]
+
+
+def arrays(result):
+    """Parameters and optimizer state of the last checkpoint, restored onto a single device."""
+    import jax
+
+    from raygpt.engines.jax.engine import JaxEngine
+
+    engine = JaxEngine(load_recipe(f"{result.path}/recipe.yaml"), vocab=257, devices=jax.devices()[:1])
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(engine.restore(result.checkpoint))]
+
+
+def test_a_run_leaves_recipe_tokenizer_metrics_and_checkpoints(straight):
+    assert straight.error is None
+    assert {"recipe.yaml", "tokenizer.json", "metrics.jsonl", "checkpoints"} <= {
+        path.name for path in Path(straight.path).iterdir()
+    }
+    lines = metrics(straight)
+    logged = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in logged] == list(range(1, 21))
+    assert set(logged[-1]) == {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "data_wait_s"}
+    assert [line["tokens"] for line in logged] == [80 * step for step in range(1, 21)]
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 10, 20]
+    assert logged[-1]["loss"] < logged[0]["loss"]
+
+
+def test_the_result_has_the_last_metrics_and_the_last_checkpoint(straight):
+    assert straight.metrics["step"] == 20
+    assert straight.metrics["val_loss"] == metrics(straight)[-1]["val_loss"]
+    assert straight.checkpoint == checkpoints.folder_of(straight.path, 20)
+
+
+def test_the_newest_checkpoints_are_kept(straight):
+    kept = sorted(path.name for path in Path(straight.path, "checkpoints").iterdir())
+    assert kept == ["step-00000010", "step-00000015", "step-00000020"]
+
+
+def test_a_stopped_run_goes_on_bit_for_bit_as_if_it_had_not_stopped(train, straight):
+    train("stopped", 10)
+    longer = train("stopped", 20)
+    assert longer.error is None
+    losses = {line["step"]: line["loss"] for line in metrics(longer) if "loss" in line}
+    assert losses == {line["step"]: line["loss"] for line in metrics(straight) if "loss" in line}
+    for ours, theirs in zip(arrays(longer), arrays(straight), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_another_number_of_workers_gives_the_same_losses_and_continues_the_run(train, straight):
+    train("resized", 10)
+    alone = train("resized", 20, **{"cluster.workers": 1})
+    ours = [line["loss"] for line in metrics(alone) if "loss" in line]
+    theirs = [line["loss"] for line in metrics(straight) if "loss" in line]
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(train, straight, tmp_path):
+    copy = tmp_path / "damaged"
+    shutil.copytree(straight.path, copy)
+    largest = max((copy / "checkpoints" / "step-00000020").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    found, warnings = checkpoints.newest(str(copy))
+    assert found.step == 15
+    assert len(warnings) == 1
+    assert warnings[0].startswith("checkpoint of step 20 is damaged")
+    (copy / "checkpoints" / "step-00000015" / "checkpoint.json").unlink()  # never committed
+    assert checkpoints.newest(str(copy))[0].step == 10
+
+
+def test_a_finished_run_has_nothing_left_to_do(train, straight):
+    again = train("straight", 20)
+    assert again == straight
+
+
+def test_another_recipe_is_refused_with_the_difference(train, straight):
+    with pytest.raises(RaygptError, match=r"another recipe \(training.seed: 1337 → 7\); set run.name"):
+        train("straight", 30, **{"training.seed": 7})
+    with pytest.raises(RaygptError, match=r"training\.steps: 20 → 10"):
+        train("straight", 10)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"engine": "torch"}, "engine: torch is not built yet"),
+        ({"cluster.workers": "1..2"}, "elastic runs are not built yet"),
+        ({"cluster.accelerator": "tpu"}, "cluster.accelerator: tpu is not built yet"),
+        ({"run.storage": "s3://bucket/runs"}, "runs on s3 are not built yet"),
+    ],
+)
+def test_what_is_not_built_yet_is_refused_before_anything_starts(change, complaint):
+    with pytest.raises(RaygptError, match=complaint):
+        raygpt.train("tiny", **change)
+
+
+def test_an_error_in_a_worker_is_in_the_result(train):
+    result = train("broken", 5, **{"cluster.mesh": {"data": 3, "fsdp": 5}})
+    assert isinstance(result.error, RaygptError)
+    assert "does not multiply to the" in str(result.error)
