@@ -32,7 +32,7 @@ SMALLEST_PART, LARGEST_PART = 4 * 2**20, 16 * 2**20
 
 def part_bytes(source: Source) -> int:
     """How much text of a source makes a shard: a function of the source alone."""
-    return min(max(source.size // 8, SMALLEST_PART), LARGEST_PART)
+    return min(max(source.size // 4, SMALLEST_PART), LARGEST_PART)
 
 
 @dataclass(frozen=True)
