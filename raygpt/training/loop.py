@@ -6,6 +6,7 @@ The device is never made to wait: a thread reads batches and puts them on it whi
 waits for the metrics of the steps that are logged, and checkpoints are written behind.
 """
 
+import contextlib
 import queue
 import threading
 import time
@@ -243,6 +244,8 @@ def read_ahead(items: Iterator[Any], ahead: int) -> Iterator[tuple[Any, float]]:
             yield item, time.perf_counter() - started
     finally:
         stopped.set()
+        with contextlib.suppress(queue.Empty):
+            ready.get_nowait()  # a thread that waits for room sees that it should stop
 
 
 def val_windows(streams: Sequence[TokenStream], context: int, rows: int) -> Iterator[np.ndarray[Any, Any]]:

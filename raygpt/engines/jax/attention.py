@@ -1,4 +1,4 @@
-"""Causal attention by what the hardware has: cuDNN on NVIDIA, the TPU's own kernel on TPU, XLA elsewhere."""
+"""Causal attention by what the hardware has: cuDNN on NVIDIA, XLA elsewhere."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -26,6 +26,7 @@ def cross_entropy(
 ) -> tuple[Array, Array]:
     """(sum over rows of scale · loss, loss of each row), a row's loss being the sum over its tokens.
 
+    Only the sum has gradients, for hidden and table.
     hidden [rows, time, width], table [padded vocabulary, width], targets [rows, time], scale [rows].
     """
 

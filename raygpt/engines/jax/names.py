@@ -69,13 +69,9 @@ def from_hugging_face(arrays: Mapping[str, NDArray[Any]], like: Any, model: Mode
 
 def _shape(part: str, model: Model) -> tuple[int, ...]:
     """A matrix where ours has heads and Q/K/V as axes of their own; a vector where it is a bias."""
-    if part == "qkv.kernel":
-        return (model.width, 3 * model.width)
-    return (
-        (-1, model.width)
-        if part in ("out.kernel", "down.kernel")
-        else ((model.width, -1) if "kernel" in part else (-1,))
-    )
+    if not part.endswith("kernel"):
+        return (-1,)
+    return (-1, model.width) if part in ("out.kernel", "down.kernel") else (model.width, -1)
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,348 @@
+"""The loop in this process: what it tells, what it trains on, and that nothing is lost between its threads."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from raygpt.corpus import tokenizers
+from raygpt.corpus.feed import Feed
+from raygpt.corpus.nanogpt import open_nanogpt
+from raygpt.errors import RaygptError
+from raygpt.recipes import load_recipe
+from raygpt.training.loop import Loop, Task, read_ahead, val_windows
+from raygpt.training.session import LocalSession
+
+CONTEXT, ROWS, VOCAB = 16, 4, 257
+PATTERN = np.frombuffer(b"the cat sat on the mat; ", dtype=np.uint8)  # 24 tokens: no window is like the next
+
+
+@pytest.fixture
+def make_task(tmp_path_factory):
+    """A task on a text that repeats itself, with a validation part of 10 windows and a rest."""
+
+    def make(feed=None, score_rows=4, **changes):
+        store, run = (tmp_path_factory.mktemp(name) for name in ("store", "run"))
+        np.resize(PATTERN, 2000).astype("<u2").tofile(store / "train.bin")
+        np.resize(PATTERN[::-1], 10 * CONTEXT + 9).astype("<u2").tofile(store / "val.bin")
+        opened = open_nanogpt(str(store), "bytes")
+        tokenizers.save(opened.tokenizer, str(run))
+        settings = {
+            "model": {"layers": 1, "heads": 2, "width": 32, "context": CONTEXT},
+            "optimizer.learning_rate": 0.01,
+            "schedule.warmup_steps": 0,
+            "training": {"batch_tokens": ROWS * CONTEXT, "steps": 10, "log_every": 3, "eval_every": 4},
+        }
+        recipe = load_recipe("tiny", {**settings, **changes})
+        feed = feed or Feed([opened.train], context=CONTEXT, batch_rows=ROWS, seed=recipe.training.seed)
+        return Task(recipe, feed, (opened.val,), str(run), score_rows=score_rows)
+
+    return make
+
+
+class FakeEngine:
+    """Computes nothing, in its own time, and notes what it is given. A step's metrics are the number of the step."""
+
+    context = CONTEXT
+
+    def __init__(self, rows=(0, 1, 2, 3), step_s=0.0):
+        self.rows, self._step_s = list(rows), step_s
+        self.batches, self.scored, self.done_at = [], [], []
+
+    def start(self):
+        return 0
+
+    def restore(self, folder):
+        raise AssertionError("there is nothing to restore")
+
+    def save(self, state, folder):
+        pass
+
+    def wait_for_save(self):
+        pass
+
+    def put(self, windows):
+        return windows
+
+    def step(self, state, batch):
+        time.sleep(self._step_s)
+        self.batches.append(batch)
+        self.done_at.append(time.perf_counter())
+        return state + 1, state + 1
+
+    def read(self, metrics):
+        return {"loss": float(metrics), "grad_norm": 0.5, "lr": 0.1}
+
+    def score(self, state, windows):
+        self.scored.append(windows)
+        return windows.mean(1) + state
+
+    def prefill(self, state, ids):
+        return np.zeros((len(ids), VOCAB)), None
+
+    def decode(self, state, ids, start, cache):
+        return np.zeros((len(ids), VOCAB)), None
+
+    def describe(self):
+        return {"device": "cpu", "devices": "1"}
+
+
+def run(task, engine):
+    """The events of a run: of the start, of train and of validation; others may come between."""
+    session = LocalSession()
+    Loop(task, engine, session).run()
+    return session.events
+
+
+def kinds(events):
+    """[("train", 3), ("val", 4), …]"""
+    told = []
+    for event in events:
+        if event.get("event") == "start":
+            told.append(("start", None))
+        elif "loss" in event:
+            told.append(("train", event["step"]))
+        elif "val_loss" in event:
+            told.append(("val", event["step"]))
+    return told
+
+
+# What it tells
+
+
+def test_it_logs_and_validates_when_the_recipe_says_and_at_the_end(make_task):
+    assert kinds(run(make_task(), FakeEngine())) == [
+        ("start", None),
+        ("val", 0),
+        ("train", 3),
+        ("val", 4),
+        ("train", 6),
+        ("val", 8),
+        ("train", 9),
+        ("train", 10),
+        ("val", 10),
+    ]
+
+
+@pytest.mark.parametrize(("steps", "log_every", "eval_every"), [(1, 1, 1), (7, 1, 100), (6, 2, 3), (5, 100, 100)])
+def test_every_logged_step_is_logged_once_and_in_order(make_task, steps, log_every, eval_every):
+    training = {"steps": steps, "log_every": log_every, "eval_every": eval_every, "batch_tokens": ROWS * CONTEXT}
+    events = run(make_task(training=training), FakeEngine())
+    logged = [event for event in events if "loss" in event]
+    every = [step for step in range(1, steps + 1) if step % log_every == 0 or step == steps]
+    assert [event["step"] for event in logged] == every
+    assert [event["loss"] for event in logged] == every  # each with its own metrics
+    validated = [0, *(step for step in range(1, steps + 1) if step % eval_every == 0 or step == steps)]
+    assert [event["step"] for event in events if "val_loss" in event] == validated
+
+
+def test_a_log_event_has_loss_rate_norm_tokens_speed_and_wait_and_no_mfu_on_a_cpu(make_task):
+    logged = [event for event in run(make_task(), FakeEngine()) if "loss" in event]
+    keys = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "data_wait_s"}
+    assert [set(event) for event in logged] == [keys] * 4
+    assert [event["tokens"] for event in logged] == [3 * 64, 6 * 64, 9 * 64, 10 * 64]
+
+
+def test_on_a_known_device_a_log_event_has_mfu(make_task):
+    class H200(FakeEngine):
+        def describe(self):
+            return {"device": "NVIDIA H200", "devices": "2"}
+
+    task = make_task()
+    for event in (event for event in run(task, H200()) if "loss" in event):
+        expected = event["tokens_per_s"] * task.recipe.model.flops_per_token(VOCAB) / (2 * 989e12)
+        assert event["mfu"] == pytest.approx(expected)
+
+
+def test_the_start_says_what_computes_and_every_validation_shows_a_sample(make_task):
+    events = run(make_task(), FakeEngine())
+    start = next(event for event in events if event.get("event") == "start")
+    assert (start["device"], start["devices"]) == ("cpu", "1")
+    samples = [event for event in events if event.get("event") == "sample"]
+    assert [event["step"] for event in samples] == [0, 4, 8, 10]
+    assert all(isinstance(event["text"], str) and event["text"] for event in samples)
+
+
+def test_speed_is_that_of_the_steps_alone(make_task):
+    class SlowToScore(FakeEngine):
+        def score(self, state, windows):
+            time.sleep(0.05)
+            return super().score(state, windows)
+
+    engine = SlowToScore(step_s=0.03)
+    training = {"steps": 24, "log_every": 4, "eval_every": 12, "batch_tokens": ROWS * CONTEXT}
+    logged = [event for event in run(make_task(training=training), engine) if "loss" in event]
+    before = 0
+    for event in logged:
+        first, last = max(before, 1), event["step"]  # the clock starts when the first step is done
+        begun = engine.done_at[first - 1] if first % 12 else engine.done_at[first] - 0.03  # or after a validation
+        truth = (last - first) * ROWS * CONTEXT / (engine.done_at[last - 1] - begun)
+        assert event["tokens_per_s"] == pytest.approx(truth, rel=0.4)
+        before = last
+
+
+def test_waiting_for_data_is_measured(make_task):
+    class SlowFeed:
+        streams = ()
+
+        def rows(self, batch, rows):
+            time.sleep(0.03)
+            return np.zeros((len(rows), CONTEXT + 1), np.int32)
+
+    training = {"steps": 12, "log_every": 4, "eval_every": 100, "batch_tokens": ROWS * CONTEXT}
+    starved = run(make_task(SlowFeed(), training=training), FakeEngine())
+    busy = run(make_task(training=training), FakeEngine(step_s=0.03))
+    waits = [[event["data_wait_s"] for event in events if "loss" in event] for events in (starved, busy)]
+    assert min(waits[0][1:]) > 0.08  # four batches of 0.03 s each
+    assert sum(waits[1]) < sum(waits[0]) / 3
+
+
+# What it trains on and validates
+
+
+def test_step_n_trains_on_the_engines_rows_of_batch_n_minus_1_each_once(make_task):
+    task, engine = make_task(), FakeEngine(rows=[1, 3])
+    run(task, engine)
+    assert len(engine.batches) == 10
+    for number, batch in enumerate(engine.batches):
+        np.testing.assert_array_equal(batch, task.feed.rows(number, [1, 3]))
+
+
+@pytest.mark.parametrize("score_rows", [1, 4, 10, 100])
+def test_validation_is_the_mean_over_all_windows_of_all_streams(make_task, score_rows):
+    task = make_task(score_rows=score_rows)
+    task = Task(task.recipe, task.feed, task.val * 2, task.run_folder, score_rows=score_rows)
+    engine = FakeEngine()
+    first = next(event for event in run(task, engine) if "val_loss" in event)
+    ids = np.resize(PATTERN[::-1], 10 * CONTEXT + 9)
+    windows = np.stack([ids[n * CONTEXT : (n + 1) * CONTEXT + 1] for n in range(10)])
+    assert first["val_loss"] == pytest.approx(windows.mean())
+    scored = np.concatenate(engine.scored)
+    np.testing.assert_array_equal(scored[:20], np.concatenate([windows, windows]))
+    assert len(scored) == 4 * 20  # at 0, 4, 8 and 10
+    assert max(map(len, engine.scored)) == min(score_rows, 10)
+
+
+def test_windows_of_a_stream_that_is_too_short_are_none(make_task):
+    stream = make_task().val[0]
+    assert list(val_windows([stream], len(stream), 4)) == []
+    assert [len(windows) for windows in val_windows([stream], len(stream) - 1, 4)] == [1]
+
+
+def test_a_feed_that_fails_in_its_thread_fails_the_run(make_task):
+    class Broken:
+        streams = ()
+
+        def rows(self, batch, rows):
+            if batch == 5:
+                raise RaygptError("the store is gone")
+            return np.zeros((len(rows), CONTEXT + 1), np.int32)
+
+    engine = FakeEngine()
+    with pytest.raises(RaygptError, match="the store is gone"):
+        run(make_task(Broken()), engine)
+    assert len(engine.batches) == 5  # what was read before it is trained on
+
+
+def test_metrics_that_cannot_be_read_fail_the_run(make_task):
+    class Broken(FakeEngine):
+        def read(self, metrics):
+            if metrics > 1:
+                raise RuntimeError("the device is gone")
+            return super().read(metrics)
+
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        run(make_task(), Broken())
+
+
+# Reading ahead
+
+
+def test_items_come_in_order_and_at_most_so_many_are_made_ahead():
+    made = []
+
+    def items():
+        for n in range(8):
+            made.append(n)
+            yield n
+
+    got = []
+    for item, waited in read_ahead(items(), 2):
+        time.sleep(0.02)  # time enough to run ahead
+        assert waited >= 0
+        assert len(made) <= item + 1 + 2 + 1  # this one, two ready, and one in hand
+        got.append(item)
+    assert got == made == list(range(8))
+
+
+def test_items_are_made_while_the_one_before_is_used():
+    def items():
+        for n in range(4):
+            time.sleep(0.05)
+            yield n
+
+    waits = []
+    for _, waited in read_ahead(items(), 2):
+        time.sleep(0.08)
+        waits.append(waited)
+    assert waits[0] > 0.04
+    assert sum(waits[1:]) < 0.075  # of 0.15 s
+
+
+def test_no_items_are_no_items():
+    assert list(read_ahead(iter([]), 2)) == []
+
+
+def test_an_error_comes_after_the_items_before_it():
+    def items():
+        yield 1
+        raise ValueError("broken")
+
+    reading = read_ahead(items(), 2)
+    assert next(reading)[0] == 1
+    with pytest.raises(ValueError, match="broken"):
+        next(reading)
+
+
+def test_the_thread_ends_when_nobody_reads_any_more():
+    before = set(threading.enumerate())
+    reading = read_ahead(iter(range(1000)), 2)
+    next(reading)
+    (thread,) = set(threading.enumerate()) - before
+    time.sleep(0.1)  # it has made all that it may, and waits
+    reading.close()
+    thread.join(timeout=2)
+    assert not thread.is_alive()
+
+
+# With the JAX engine
+
+
+@pytest.fixture
+def jax_engine():
+    """Of a task, on one device."""
+    jax = pytest.importorskip("jax")
+    from raygpt.engines.jax.engine import JaxEngine
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield lambda task: JaxEngine(task.recipe, VOCAB, devices=jax.devices()[:1])
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_a_repeating_text_is_learned_and_another_is_not(make_task, jax_engine):
+    training = {"steps": 60, "log_every": 10, "eval_every": 100, "batch_tokens": ROWS * CONTEXT}
+    task = make_task(training=training)
+    engine, session = jax_engine(task), LocalSession()
+    state = Loop(task, engine, session).run()
+    losses = {event["step"]: event["loss"] for event in session.events if "loss" in event}
+    assert list(losses) == [10, 20, 30, 40, 50, 60]
+    assert losses[60] < 0.7  # from log(257) = 5.5; the first tokens of a window can only be guessed
+    validated = {event["step"]: event["val_loss"] for event in session.events if "val_loss" in event}
+    assert validated[0] == pytest.approx(np.log(VOCAB), abs=0.1)
+    ids = np.resize(PATTERN[::-1], 10 * CONTEXT + 9)
+    windows = np.stack([ids[n * CONTEXT : (n + 1) * CONTEXT + 1] for n in range(10)]).astype(np.int32)
+    assert validated[60] == pytest.approx(np.mean([engine.score(state, one[None])[0] for one in windows]), rel=1e-5)
+    assert validated[60] > 3  # it reads backwards
+    text = next(event["text"] for event in session.events if event.get("event") == "sample" and event["step"] == 60)
+    assert len(text) == CONTEXT - 1
