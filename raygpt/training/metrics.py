@@ -2,7 +2,8 @@
 
 import re
 
-# Dense bf16 (fp16 where there is no bf16) FLOP/s by what a device calls itself, from the makers' data sheets.
+# Dense bf16 (fp16 where there is no bf16) FLOP/s by what a device calls itself. The H200's is the one that our
+# measurements use; the others are yet to be checked against the makers' data sheets.
 # A longer name stands before the shorter one that it begins with.
 PEAK_FLOPS = {
     "NVIDIA B200": 2250e12,

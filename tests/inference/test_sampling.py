@@ -123,9 +123,11 @@ def trained():
 
     sizes = {"layers": 2, "heads": 4, "width": 32, "context": 24}
     recipe = load_recipe("tiny", {"model": sizes, "training.batch_tokens": 4 * 24, "cluster.mesh.fsdp": 2})
+    jax.config.update("jax_disable_most_optimizations", True)  # quicker to compile
     engine = JaxEngine(recipe, VOCAB, devices=jax.devices()[:2])
     state = engine.start()
-    return engine, state._replace(parameters=jax.tree.map(lambda leaf: leaf * 10, state.parameters))
+    yield engine, state._replace(parameters=jax.tree.map(lambda leaf: leaf * 10, state.parameters))
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def test_greedy_text_is_the_same_with_a_cache_as_without(trained):
