@@ -1,0 +1,30 @@
+"""This process as one of several that compute a JAX program together."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+CACHE = "~/.cache/raygpt/compiled"
+
+
+def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cpu_devices: int) -> None:
+    """Make this worker one of the processes. Everything is set before JAX looks for devices."""
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    else:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={cpu_devices}".strip()
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(Path(CACHE).expanduser()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)  # small models compile in less than 1 s
+    if workers > 1:
+        jax.distributed.initialize(address, workers, rank)
+
+
+def leave() -> None:
+    """Part from the other processes."""
+    import jax
+
+    jax.distributed.shutdown()
