@@ -232,9 +232,7 @@ class Schedule(Part):
         "cosine", description="The shape after warm-up; wsd is constant, then falls at the end."
     )
     warmup_steps: Whole = Field(0, ge=0, description="Steps in which the rate rises from 0.")
-    end: Real = Field(
-        0.1, ge=0, le=1, description="What the rate falls to after the last step, as a share."
-    )
+    end: Real = Field(0.1, ge=0, le=1, description="What the rate falls to after the last step, as a share.")
     decay_share: Real = Field(0.2, gt=0, le=1, description="wsd: the share of steps in which the rate falls.")
 
     @model_validator(mode="after")
