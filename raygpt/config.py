@@ -260,7 +260,19 @@ class Training(Part):
     seed: Whole = Field(1337, ge=0, lt=SEEDS, description="Decides first weights, dropout and data order.")
     log_every: Whole = Field(10, gt=0, description="Steps between lines of the log.")
     eval_every: Whole = Field(100, gt=0, description="Steps between validations.")
+    eval_rows: Annotated[Whole, Field(gt=0)] | None = Field(
+        None, description="Windows to validate on, evenly spread and always the same; null takes all."
+    )
     checkpoint_every: Whole = Field(100, gt=0, description="Steps between checkpoints.")
+    on_nan: Literal["stop", "skip"] = Field(
+        "stop", description="When a loss is not a number: end the run, or leave the step out and count it."
+    )
+    compile: Literal["auto", "scanned", "unrolled", "off"] = Field(
+        "auto", description="The layers as one loop (compiles fast), one after another (runs fast), or not at all."
+    )
+    remat: Literal["none", "products", "blocks"] = Field(
+        "none", description="What is computed again to save memory: nothing, all but matrix products, whole blocks."
+    )
 
 
 class Mesh(Part):
@@ -329,7 +341,34 @@ class Cluster(Part):
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = Field(
         "auto", description="What a worker computes on; auto takes a TPU or GPU where the cluster has one."
     )
+    accelerator_type: str | None = Field(
+        None, description="As Ray names it, e.g. H100 or TPU-V6E; null takes any. A TPU slice needs it."
+    )
+    topology: str | None = Field(None, description="Of a TPU slice, e.g. 4x4.")
+    resources_per_worker: dict[str, Real] = Field(
+        {}, description="As Ray names them; what is left out: 1 CPU, and 1 GPU or the chips of a TPU's host."
+    )
+    placement: Literal["auto", "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        "auto", description="Ray's strategy for where workers go; auto spreads TPU hosts and packs the rest."
+    )
+    runtime_env: dict[str, Any] = Field(
+        {}, description="Ray's runtime environment for the workers, e.g. {env_vars: {NAME: value}}."
+    )
     mesh: Mesh = Field(Mesh(), description="How the devices of all workers are arranged.")
+
+    @model_validator(mode="after")
+    def _topology_is_a_tpus(self) -> Self:
+        if self.topology and self.accelerator not in ("auto", "tpu"):
+            raise ValueError(
+                f"cluster.topology: {shown(self.topology)} is a TPU slice's, but cluster.accelerator is "
+                f"{self.accelerator}; write cluster.accelerator: tpu, or leave cluster.topology out"
+            )
+        if self.topology and not self.accelerator_type:
+            raise ValueError(
+                f"cluster.accelerator_type: is missing for the slice {shown(self.topology)}; "
+                "write e.g. cluster.accelerator_type: TPU-V6E"
+            )
+        return self
 
     @model_validator(mode="after")
     def _elastic_mesh_has_an_open_axis(self) -> Self:
@@ -357,6 +396,13 @@ class Run(Part):
     name: str | None = Field(None, description="Of the run directory; null takes the recipe's name.")
     storage: str = Field("runs", min_length=1, description="A folder or s3:// address; shared by all nodes.")
     keep: Whole = Field(3, gt=0, description="Newest checkpoints that are kept.")
+    keep_best: Whole = Field(1, ge=0, description="Checkpoints of the lowest validation loss that are kept besides.")
+    keep_every: Annotated[Whole, Field(gt=0)] | None = Field(
+        None, description="Checkpoints of these multiples of steps are kept for ever."
+    )
+    start_from: str | None = Field(
+        None, description="RUN or RUN@STEP: begin with that run's state, a name in storage or a path."
+    )
 
     @field_validator("name")
     @classmethod
@@ -413,6 +459,13 @@ class Recipe(Part):
                 f"schedule.warmup_steps: {warmup} reaches into the last {falling} of training.steps {steps}, "
                 f"in which schedule.decay_share lets the rate fall; write {steps - falling} or less"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_can_compile_so(self) -> Self:
+        how = self.training.compile
+        if how == {"jax": "off", "torch": "scanned"}[self.engine]:
+            raise ValueError(f"training.compile: {how} is not for engine {self.engine}; write training.compile: auto")
         return self
 
     @model_validator(mode="after")

@@ -1,6 +1,7 @@
 """What the training loop asks of an engine. JAX and PyTorch each answer it; what is not arithmetic is written once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -8,6 +9,20 @@ from numpy.typing import NDArray
 
 Windows = NDArray[np.int32]  # [rows, context + 1]
 Numbers = NDArray[np.floating[Any]]
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A state as both engines and the outside world understand it: plain arrays under Hugging Face's names.
+
+    Kernels are [in, out], as its Conv1D has them; the vocabulary has no padding; a tied head has no array of its own.
+    """
+
+    parameters: Arrays
+    means: Arrays = field(default_factory=dict)  # AdamW's averages of the gradients, and of their squares;
+    squares: Arrays = field(default_factory=dict)  # empty where only parameters are known
+    step: int = 0
 
 
 class Engine(Protocol):
@@ -36,6 +51,14 @@ class Engine(Protocol):
         """The state that was saved in a folder, by any number of processes on any mesh."""
         ...
 
+    def gather(self, state: Any) -> Weights:
+        """All of a state as arrays of this host. Every process takes part and gets it."""
+        ...
+
+    def load(self, weights: Weights) -> Any:
+        """A state with those parameters; averages that are not given are zero, as before step 0."""
+        ...
+
     def put(self, windows: Windows) -> Any:
         """The windows of those rows, on the devices."""
         ...
@@ -45,7 +68,7 @@ class Engine(Protocol):
         ...
 
     def read(self, metrics: Any) -> dict[str, float]:
-        """Wait for a step's metrics: loss, grad_norm and lr."""
+        """Wait for a step's metrics: loss, grad_norm, lr, and skipped (1 for a step that was left out, else 0)."""
         ...
 
     def score(self, state: Any, windows: Windows) -> Numbers:
