@@ -8,6 +8,8 @@ result = raygpt.train("tiny", **{"training.steps": 100})
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from raygpt.training.launch import Result
 
 __version__ = "0.1.0"
@@ -18,4 +20,13 @@ def train(recipe: str, **overrides: Any) -> "Result":
     from raygpt.recipes import load_recipe
     from raygpt.training import launch
 
-    return launch.train(launch.prepare_run(load_recipe(recipe, overrides)))
+    loaded = load_recipe(recipe, overrides)
+    with launch.on_cluster(loaded):
+        return launch.train(launch.prepare_run(loaded))
+
+
+def run(function: "Callable[..., None]", config: dict[str, Any] | None = None, **where: Any) -> "Result":
+    """Run a JAX function of your own on the same workers; `where` is what `raygpt.training.function.run` takes."""
+    from raygpt.training import function as own
+
+    return own.run(function, config, **where)

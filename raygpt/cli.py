@@ -2,11 +2,14 @@
 
 import json
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from raygpt.errors import RaygptError
+
+if TYPE_CHECKING:
+    from raygpt.config import Data
 
 app = typer.Typer(
     help="GPT-2-style language-model pre-training on Ray Train: one recipe, JAX or PyTorch, laptop to cluster.",
@@ -49,20 +52,21 @@ def train(
     from raygpt.training import launch
 
     loaded = load_recipe(recipe, overrides or [])
-    with console.preparing() as progress:
-        run = launch.prepare_run(loaded, progress, force)
-    if as_json:
-        result = launch.train(run)
-        _print_json({"path": result.path, "metrics": result.metrics, "plan": run.plan.as_dict()})
-    elif run.is_finished:
-        result = launch.train(run)
-        console.show_finished(run)
-    else:
-        console.show_plan(run)
-        with console.training(run.plan.steps) as watch:
-            result = launch.train(run, watch)
-        if not result.error:
-            console.show_result(result, watch.events)
+    with launch.on_cluster(loaded):
+        with console.preparing() as progress:
+            run = launch.prepare_run(loaded, progress, force)
+        if as_json:
+            result = launch.train(run)
+            _print_json({"path": result.path, "metrics": result.metrics, "plan": run.plan.as_dict()})
+        elif run.is_finished:
+            result = launch.train(run)
+            console.show_finished(run)
+        else:
+            console.show_plan(run)
+            with console.training(run.plan.steps) as watch:
+                result = launch.train(run, watch)
+            if not result.error:
+                console.show_result(result, watch.events)
     if result.error:
         raise result.error
 
@@ -83,9 +87,11 @@ def prepare(
     from raygpt import console
     from raygpt.corpus.nanogpt import write_nanogpt
     from raygpt.corpus.prepare import prepare as run
-    from raygpt.recipes import check_data
+    from raygpt.recipes import check_part
 
-    data = check_data(source=source, tokenizer=tokenizer, val=val, split=split, split_seed=split_seed, column=column)
+    keys: dict[str, Any] = {"source": source, "tokenizer": tokenizer, "val": val}
+    keys |= {"split": split, "split_seed": split_seed, "column": column}
+    data: Data = check_part("data", keys)
     with console.preparing() as watch:
         store = run(
             source,

@@ -1,10 +1,12 @@
 """The Ray cluster that work runs on: the one that RAY_ADDRESS names, or a local one started for this process."""
 
 import contextlib
+import json
 import logging
 import os
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from raygpt.errors import RaygptError
@@ -13,6 +15,11 @@ from raygpt.errors import RaygptError
 def cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @contextlib.contextmanager
@@ -38,14 +45,52 @@ def _connect(address: str | None, cpus: int) -> None:
     try:
         with warnings.catch_warnings(action="ignore"):
             if address:
-                ray.init(address=address, **quiet)
+                _present_token()
+                ray.init(address=address, runtime_env=_our_code(), **quiet)
             else:
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
-    except ConnectionError as error:
+    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        if "AuthenticationError" in f"{error!r} {error.__cause__!r}":
+            raise RaygptError(
+                f"the Ray cluster at RAY_ADDRESS={address} wants its token; copy ~/.ray/auth_token from its head node "
+                "to the same place here"
+            ) from error
         raise RaygptError(
             f"no Ray cluster answers at RAY_ADDRESS={address}; start one with `ray start --head`, or unset RAY_ADDRESS "
             "to use this machine alone"
         ) from error
+
+
+def _present_token() -> None:
+    """`ray start` protects a cluster with a token, but a driver shows its own only when told to."""
+    has_token = Path("~/.ray/auth_token").expanduser().exists() or os.environ.keys() & {
+        "RAY_AUTH_TOKEN",
+        "RAY_AUTH_TOKEN_PATH",
+    }
+    if has_token:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def _our_code() -> dict[str, Any]:
+    """The runtime environment that brings this very raygpt to the nodes; a submitted job has brought its own."""
+    is_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    return {} if is_job else {"py_modules": [str(Path(__file__).parent)]}
+
+
+def has_autoscaler() -> bool:
+    """Whether the cluster can grow by itself.
+
+    Ray's monitor reports on every cluster. Where it only watches, it calls a node's type by the node's id. The second
+    autoscaler, which Kubernetes uses, only runs where there is something to scale.
+    """
+    from ray.autoscaler.v2.utils import is_autoscaler_v2
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    if is_autoscaler_v2(fetch_from_server=True):
+        return True
+    status = json.loads(_internal_kv_get("__autoscaling_status") or "{}")
+    kinds: dict[str, str] = (status.get("autoscaler_report") or {}).get("node_type_mapping") or {}
+    return any(kind != f"node_{node}" for node, kind in kinds.items())
 
 
 def _quieten() -> None:

@@ -6,7 +6,7 @@ written dotted in overrides and in errors: `training.steps`.
 
 import re
 from collections.abc import Mapping
-from math import gcd
+from math import gcd, prod
 from typing import Annotated, Any, Literal, Self
 
 import yaml
@@ -21,6 +21,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from raygpt.errors import RaygptError
 
 # Layers, heads, width of the four published GPT-2 sizes; all have a context of 1024.
 PRESETS = {
@@ -181,6 +183,15 @@ class Data(Part):
             "write e.g. data.tokenizer: bpe:4096"
         )
 
+    @field_validator("source", "val")
+    @classmethod
+    def _hold_no_credentials(cls, value: Any) -> Any:
+        for text in (
+            [value] if isinstance(value, str) else [] if isinstance(value, float) else [v.source for v in value]
+        ):
+            _refuse_credentials("data.source", text)
+        return value
+
     @model_validator(mode="after")
     def _texts_are_distinct(self) -> Self:
         names = [part.source for part in self.sources]
@@ -270,6 +281,9 @@ class Training(Part):
     compile: Literal["auto", "scanned", "unrolled", "off"] = Field(
         "auto", description="The layers as one loop (compiles fast), one after another (runs fast), or not at all."
     )
+    accumulation: Annotated[Whole, Field(gt=0)] | None = Field(
+        None, description="Parts that a batch is computed in, one after another; null: as memory demands."
+    )
     remat: Literal["none", "products", "blocks"] = Field(
         "none", description="What is computed again to save memory: nothing, all but matrix products, whole blocks."
     )
@@ -314,6 +328,18 @@ class Mesh(Part):
         """Axis -> devices along it, in the order data, fsdp, tensor, context."""
         return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor, "context": self.context}
 
+    def over(self, devices: int) -> dict[str, int]:
+        """The same for so many devices: the axis that is -1 takes what the others leave."""
+        fixed = prod(size for size in self.sizes().values() if size > 0)
+        sizes = {axis: devices // fixed if size == -1 else size for axis, size in self.sizes().items()}
+        if prod(sizes.values()) != devices:
+            wanted = " × ".join(f"{axis}={size}" for axis, size in self.sizes().items() if size != 1) or "data=1"
+            raise RaygptError(
+                f"cluster.mesh: {wanted} does not multiply to the {devices} devices there are; "
+                "write -1 for the axis that takes what is left, or change cluster.workers"
+            )
+        return sizes
+
 
 def _count_or_range(workers: object) -> object:
     """'4' -> 4, and '1..4' stays."""
@@ -351,8 +377,8 @@ class Cluster(Part):
     placement: Literal["auto", "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
         "auto", description="Ray's strategy for where workers go; auto spreads TPU hosts and packs the rest."
     )
-    runtime_env: dict[str, Any] = Field(
-        {}, description="Ray's runtime environment for the workers, e.g. {env_vars: {NAME: value}}."
+    runtime_env: dict[str, Any] = Field(  # left out of what is written to a run: it may hold secrets
+        {}, exclude=True, description="Ray's runtime environment for the workers, e.g. {env_vars: {NAME: value}}."
     )
     mesh: Mesh = Field(Mesh(), description="How the devices of all workers are arranged.")
 
@@ -403,6 +429,12 @@ class Run(Part):
     start_from: str | None = Field(
         None, description="RUN or RUN@STEP: begin with that run's state, a name in storage or a path."
     )
+
+    @field_validator("storage")
+    @classmethod
+    def _holds_no_credentials(cls, storage: str) -> str:
+        _refuse_credentials("run.storage", storage)
+        return storage
 
     @field_validator("name")
     @classmethod
@@ -487,6 +519,16 @@ class Recipe(Part):
     def to_yaml(self) -> str:
         """Every key with its value; `load_recipe` makes an equal Recipe of it."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False)  # ASCII: PyYAML reads U+0085 in a name as a newline
+
+
+def _refuse_credentials(key: str, address: str) -> None:
+    """A recipe is written into its run, where everyone can read it."""
+    if re.match(r"[a-z0-9]+://[^/]*@", address):
+        where = address.split("@", 1)[0].split("://")[0]
+        raise ValueError(
+            f"{key}: an address with a password in it would be written into the run; write {where}://BUCKET/…, and "
+            "give the credentials by environment variables or your cloud's profile"
+        )
 
 
 def _multiples_around(number: int, of: int) -> str:

@@ -128,8 +128,14 @@ class Training:
             unknown = "" if peak_flops(event["device"]) else "; its MFU is unknown"
             out.print(_table([("computing", about + unknown)]))
             self._show("compiling")
+        elif event.get("event") == "split":
+            out.print(_table([("batch", event["text"])]))
+        elif event.get("event") == "waiting":
+            out.print(escape(event["text"]), soft_wrap=True)
+            self._show("waiting")
         elif event.get("event") == "resume":
-            out.print(f"continuing after step {event['step']}")
+            where = f" of {escape(_near(event['folder']))}" if event["fork"] else ""
+            out.print(f"continuing after step {event['step']}{where}", soft_wrap=True)
         elif event.get("event") == "warning":
             out.print(f"[yellow]warning:[/] {escape(event['text'])}", soft_wrap=True)
         elif "val_loss" in event:
@@ -145,6 +151,8 @@ class Training:
         if "tokens_per_s" in event:
             left = (self._steps - event["step"]) * event["tokens"] / event["step"] / event["tokens_per_s"]
             parts += [f"{event['tokens_per_s']:,.0f} tokens/s", f"{int(left // 60)}:{int(left % 60):02d} left"]
+        if event.get("skipped"):
+            parts.append(f"{event['skipped']:.0f} skipped")
         if "mfu" in event:
             parts.append(f"MFU {event['mfu']:.1%}")
         return "  ".join(parts)

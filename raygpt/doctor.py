@@ -44,7 +44,8 @@ def _python() -> Finding:
 
 
 def _hardware() -> Finding:
-    from raygpt.training.plan import host_memory, size
+    from raygpt.cluster import host_memory
+    from raygpt.training.plan import size
 
     return Finding("CPU", "ok", f"{os.cpu_count()} cores, {size(host_memory())} of memory")
 

@@ -118,9 +118,10 @@ SHORT = [*SMALL, "training.steps=4", "training.batch_tokens=80", "training.log_e
 def test_train_prints_every_derived_number_then_losses_a_sample_and_three_commands(ray_cluster, raygpt, text):
     status, out, _ = raygpt("train", "tiny", f"data.source={text}", *SHORT)
     assert status == 0
-    for label in ("parameters", "corpus", "training", "batch", "compute", "memory", "run"):
+    for label in ("parameters", "corpus", "training", "compute", "run", "batch", "computing"):
         assert f"\n{label} " in f"\n{out}"
-    assert "5 rows × 16 tokens = 5 rows × 1 worker × 1 accumulated" in " ".join(out.split())
+    assert "4 steps × 5 rows × 16 tokens = 320 tokens" in " ".join(out.split())
+    assert re.search(r"batch 5 rows = \d+ rows over \d+ devices? × 1 accumulated", " ".join(out.split()))
     assert re.search(r"step 2/4  loss \d+\.\d{4}  [\d,]+ tokens/s", out)
     start, end = re.search(r"validation loss (\S+) at the start, (\S+) at the end", out).groups()
     assert float(end) < float(start)

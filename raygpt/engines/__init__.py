@@ -1,0 +1,17 @@
+"""What computes a recipe: JAX or PyTorch. Each is imported only when it is asked for."""
+
+from importlib import import_module
+from typing import Any
+
+from raygpt.engines.base import Weights
+
+
+def engine_of(name: str) -> Any:
+    """The module of an engine: `set_up` for its process, `find_devices` for a recipe, and its `Engine`."""
+    return import_module(f"raygpt.engines.{name}.engine")
+
+
+def read_weights(name: str, folder: str) -> Weights:
+    """The state in a checkpoint that an engine wrote, as plain arrays that the other can load."""
+    weights: Weights = import_module(f"raygpt.engines.{name}.checkpoint").read_weights(folder)
+    return weights

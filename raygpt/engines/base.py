@@ -13,6 +13,16 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
+class Devices:
+    """What computes, over all workers."""
+
+    count: int
+    memory_bytes: int  # of each
+    number_bytes: int  # of an activation: 2 in bf16, 4 in fp32
+    keeps_scores: bool  # attention's, [heads, context, context]; fused kernels do not
+
+
+@dataclass(frozen=True)
 class Weights:
     """A state as both engines and the outside world understand it: plain arrays under Hugging Face's names.
 
@@ -29,6 +39,11 @@ class Engine(Protocol):
     """A recipe's model on the devices of all workers. State, batch and cache are the engine's own affair."""
 
     context: int
+
+    @property
+    def micro_rows(self) -> int:
+        """Rows that are computed at a time, over all devices."""
+        ...
 
     @property
     def rows(self) -> Sequence[int]:
@@ -68,7 +83,7 @@ class Engine(Protocol):
         ...
 
     def read(self, metrics: Any) -> dict[str, float]:
-        """Wait for a step's metrics: loss, grad_norm, lr, and skipped (1 for a step that was left out, else 0)."""
+        """Wait for a step's metrics: loss, grad_norm, lr, and how many steps were skipped so far."""
         ...
 
     def score(self, state: Any, windows: Windows) -> Numbers:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from raygpt.config import Data, Recipe, shown
+from raygpt.config import Recipe, shown
 from raygpt.errors import RaygptError
 from raygpt.recipes.explain import explain_first, flat, nearest, one_line
 
@@ -37,10 +37,10 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] | Mapping[str
         raise RaygptError(f"{where}: {explain_first(error)}") from None
 
 
-def check_data(**values: Any) -> Data:
-    """The `data` part of a recipe, made from the words of a command line."""
+def check_part(part: str, values: Mapping[str, Any]) -> Any:
+    """One part of a recipe, from its keys: `data` from a command line, `cluster` from a program."""
     try:
-        return Recipe.model_validate({"data": values}).data
+        return getattr(Recipe.model_validate({part: values}), part)
     except ValidationError as error:
         raise RaygptError(explain_first(error)) from None
 

@@ -2,7 +2,8 @@
 
 The engine writes its files into the folder; the marker, written last, names every one of them with its size and
 checksum, and says what the state belongs to. A folder without a marker, or one that does not match it, is no
-checkpoint.
+checkpoint. Validation comes after saving, so the losses that decide which ones are kept lie beside them, in
+`checkpoints/scores.json`.
 """
 
 import hashlib
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from raygpt import storage
+from raygpt.config import Run
+from raygpt.errors import RaygptError
 
-FOLDER, MARKER = "checkpoints", "checkpoint.json"
+FOLDER, MARKER, SCORES = "checkpoints", "checkpoint.json", "scores.json"
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,54 @@ def newest(run_folder: str) -> tuple[Checkpoint | None, list[str]]:
     return None, warnings
 
 
-def prune(run_folder: str, keep: int) -> None:
-    """Delete all but the newest; the marker goes first, so that what is left is never taken for whole."""
-    for _, folder in _committed(run_folder)[:-keep]:
-        (folder / MARKER).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+def find(run_folder: str, step: int | None) -> Checkpoint:
+    """The checkpoint of a step, or the newest whole one."""
+    there = dict(_committed(run_folder))
+    if step is None:
+        checkpoint, _ = newest(run_folder)
+        if checkpoint is None:
+            raise RaygptError(f"{run_folder} has no whole checkpoint; name a run that has")
+        return checkpoint
+    if step not in there:
+        have = ", ".join(map(str, there)) or "none"
+        raise RaygptError(f"{run_folder} has no checkpoint of step {step}; there are: {have}")
+    damage = _damage(there[step])
+    if damage:
+        raise RaygptError(f"{run_folder}: the checkpoint of step {step} is damaged ({damage}); name another step")
+    return Checkpoint(step, str(there[step]))
+
+
+def facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What its state belongs to."""
+    read: dict[str, Any] = json.loads(storage.read_bytes(storage.join(checkpoint.folder, MARKER)))
+    return read
+
+
+def prune(run_folder: str, run: Run) -> None:
+    """Delete all but those that the recipe keeps; the marker goes first, so that the rest is never taken for whole."""
+    there = _committed(run_folder)
+    steps = [step for step, _ in there]
+    kept = set(steps[-run.keep :])
+    kept |= {step for step in steps if run.keep_every and step % run.keep_every == 0}
+    scored = {step: loss for step, loss in scores(run_folder).items() if loss is not None and step in steps}
+    kept |= set(sorted(scored, key=lambda step: (scored[step], -step))[: run.keep_best])
+    for step, folder in there:
+        if step not in kept:
+            (folder / MARKER).unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def scores(run_folder: str) -> dict[int, float | None]:
+    """Validation loss by step; None where there is nothing to validate on."""
+    uri = storage.join(run_folder, FOLDER, SCORES)
+    read = json.loads(storage.read_bytes(uri)) if storage.exists(uri) else {}
+    return {int(step): loss for step, loss in read.items()}
+
+
+def write_score(run_folder: str, step: int, loss: float | None) -> None:
+    """Remember a step's validation loss."""
+    known = {**scores(run_folder), step: loss}
+    storage.write_bytes(storage.join(run_folder, FOLDER, SCORES), json.dumps(known).encode())
 
 
 def _committed(run_folder: str) -> list[tuple[int, Path]]:

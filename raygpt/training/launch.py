@@ -1,7 +1,4 @@
-"""From a recipe to a run on Ray Train: corpus, plan, run directory, trainer, and what comes of it.
-
-With session.py the only module that knows Ray Train.
-"""
+"""From a recipe to a run on Ray Train: corpus, plan, run directory, trainer, and what comes of it."""
 
 import os
 import threading
@@ -10,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.train import DataConfig, RunConfig, ScalingConfig
+from ray.train import DataConfig
+from ray.train.v2.api.config import RunConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.train.v2.jax.config import JaxConfig
 
 from raygpt import storage
 from raygpt.cluster import connected, cores
@@ -23,9 +22,12 @@ from raygpt.corpus.prepare import Watch
 from raygpt.errors import RaygptError
 from raygpt.training import checkpoints, resume
 from raygpt.training.backend import JaxProcesses
-from raygpt.training.loop import Loop, Task
-from raygpt.training.plan import Plan, host_memory, make_plan
-from raygpt.training.session import Event, Mailbox, RaySession, last_metrics
+from raygpt.training.checkpoints import Checkpoint
+from raygpt.training.loop import Task
+from raygpt.training.plan import Plan, make_plan
+from raygpt.training.scaling import Workers, choose_workers, ensure_room
+from raygpt.training.session import Event, Mailbox, last_metrics
+from raygpt.training.worker import work
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -53,10 +55,11 @@ class Prepared:
     plan: Plan
     feed: Feed
     after: int  # the step that it goes on after; 0 for a new one
+    start_from: Checkpoint | None
 
     @property
     def is_finished(self) -> bool:
-        return self.after >= self.plan.steps
+        return self.after >= self.plan.steps and self.after in checkpoints.scores(self.plan.run_folder)
 
 
 def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: bool = False) -> Prepared:
@@ -72,23 +75,21 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
         train_tokens=corpus.train_tokens,
         val_tokens=corpus.val_tokens,
         run_folder=folder,
-        memory_bytes=host_memory() // recipe.cluster.max_workers,
     )
     feed = corpus.feed(
         context=recipe.model.context, batch_rows=plan.rows, order=recipe.data.order, seed=recipe.training.seed
     )
     feed.rows(0)  # a corpus that is too short, or not of its tokenizer, is refused here
+    start_from = None if after else resume.fork(recipe, home, tokenizers.fingerprint(corpus.tokenizer))
     storage.write_bytes(storage.join(folder, resume.RECIPE), recipe.to_yaml().encode())
     tokenizers.save(corpus.tokenizer, folder)
-    return Prepared(recipe, corpus, plan, feed, after)
+    return Prepared(recipe, corpus, plan, feed, after, start_from)
 
 
 def _refuse_what_is_missing(recipe: Recipe) -> None:
     """What recipes can say and this version cannot do yet."""
     if recipe.engine == "torch":
         raise RaygptError("engine: torch is not built yet; write engine: jax")
-    if recipe.cluster.accelerator in ("gpu", "tpu"):
-        raise RaygptError(f"cluster.accelerator: {recipe.cluster.accelerator} is not built yet; write cpu or auto")
     if recipe.cluster.min_workers != recipe.cluster.max_workers:
         raise RaygptError(
             f"cluster.workers: {recipe.cluster.workers}: elastic runs are not built yet; write one number"
@@ -97,51 +98,64 @@ def _refuse_what_is_missing(recipe: Recipe) -> None:
         raise RaygptError("run.storage: runs on s3 are not built yet (token stores are); write a folder")
 
 
+def on_cluster(recipe: Recipe) -> Any:
+    """Inside the block there is a Ray cluster; a local one has CPUs for the workers, and as many as there are cores for
+    Ray Data besides, so that neither waits for the other."""
+    return connected(cpus=cores() + recipe.cluster.max_workers)
+
+
 def train(run: Prepared, watch: Callable[[Event], None] = lambda event: None) -> Result:
     """Run it to its end; `watch` sees every event as it comes. What fails is in the result."""
-    workers = run.recipe.cluster.max_workers
-    last = last_metrics(run.plan.run_folder)
+    folder = run.plan.run_folder
+    last = last_metrics(folder)
     if run.is_finished:
-        return Result(run.plan.run_folder, last, checkpoints.folder_of(run.plan.run_folder, run.after))
+        return Result(folder, last, checkpoints.folder_of(folder, run.after))
+    with on_cluster(run.recipe):
+        task = Task(run.recipe, run.feed, tuple(store.val for store in run.corpus.stores), folder, run.start_from)
+
+        def see(event: Event) -> None:
+            last.update(event if "event" not in event else {})
+            watch(event)
+
+        mailbox = open_mailbox()
+        error = fit(work, {"task": task, "mailbox": mailbox}, choose_workers(run.recipe.cluster), folder, mailbox, see)
+    checkpoint, _ = checkpoints.newest(folder)
+    return Result(folder, last, checkpoint.folder if checkpoint else None, error)
+
+
+def open_mailbox() -> Any:
+    """An actor that workers tell things, and that the driver asks."""
+    return ray.remote(num_cpus=0)(Mailbox).remote()
+
+
+def fit(
+    function: Callable[..., None],
+    config: dict[str, Any],
+    workers: Workers,
+    run_folder: str,
+    mailbox: Any,
+    watch: Callable[[Event], None],
+    callbacks: Sequence[Any] = (),
+) -> BaseException | None:
+    """Run a function in every worker; `watch` sees the mailbox's events as they come. What went wrong, if anything."""
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # Ray's 2 s are felt at a run's start and end
-    with connected(cpus=cores() + workers):  # the workers' own, and as many as there are cores for Ray Data
-        mailbox: Any = ray.remote(num_cpus=0)(Mailbox).remote()
-
-        def poll() -> None:
-            for event in ray.get(mailbox.take.remote()):
-                last.update(event if "event" not in event else {})
-                watch(event)
-
-        error = _fit(_trainer(run, workers, mailbox), poll)
-    checkpoint, _ = checkpoints.newest(run.plan.run_folder)
-    return Result(run.plan.run_folder, last, checkpoint.folder if checkpoint else None, error)
-
-
-def _trainer(run: Prepared, workers: int, mailbox: Any) -> DataParallelTrainer:
-    task = Task(
-        recipe=run.recipe,
-        feed=run.feed,
-        val=tuple(store.val for store in run.corpus.stores),
-        run_folder=run.plan.run_folder,
-        accumulation=run.plan.accumulation,
-        score_rows=run.plan.micro_rows,
-    )
-    return DataParallelTrainer(
-        _work,
-        train_loop_config={"task": task, "mailbox": mailbox},
-        backend_config=JaxProcesses(devices_per_worker=max(1, cores() // workers)),
-        scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
-        run_config=RunConfig(name=str(run.recipe.run.name), storage_path=storage.absolute(run.recipe.run.storage)),
+    ensure_room(workers, lambda text: watch({"event": "waiting", "text": text}))
+    home, _, name = run_folder.rpartition("/")
+    trainer = DataParallelTrainer(
+        function,
+        train_loop_config=config,
+        backend_config=JaxConfig(use_tpu=True) if workers.accelerator == "tpu" else JaxProcesses(),
+        scaling_config=workers.scaling(),
+        run_config=RunConfig(  # type: ignore[arg-type]  # Ray's annotation names the older class
+            name=name, storage_path=home, worker_runtime_env=workers.runtime_env, callbacks=[*callbacks] or None
+        ),
     )
 
+    def poll() -> None:
+        for event in ray.get(mailbox.take.remote()):
+            watch(event)
 
-def _work(config: dict[str, Any]) -> None:
-    """What every worker runs."""
-    from raygpt.engines.jax.engine import JaxEngine
-
-    task: Task = config["task"]
-    engine = JaxEngine(task.recipe, task.tokenizer.vocab, accumulation=task.accumulation)
-    Loop(task, engine, RaySession(task.run_folder, config["mailbox"])).run()
+    return _fit(trainer, poll)
 
 
 def _fit(trainer: DataParallelTrainer, poll: Callable[[], None]) -> BaseException | None:

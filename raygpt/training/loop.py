@@ -7,6 +7,7 @@ waits for the metrics of the steps that are logged, and checkpoints are written 
 """
 
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -23,9 +24,12 @@ from raygpt.corpus.feed import Feed
 from raygpt.corpus.order import window_count
 from raygpt.corpus.store import TokenStream
 from raygpt.corpus.tokenizers import Tokenizer
+from raygpt.engines import read_weights
 from raygpt.engines.base import Engine
+from raygpt.errors import RaygptError
 from raygpt.inference.sampling import sample
 from raygpt.training import checkpoints
+from raygpt.training.checkpoints import Checkpoint
 from raygpt.training.metrics import mfu
 from raygpt.training.session import Event, Session
 
@@ -41,8 +45,7 @@ class Task:
     feed: Feed
     val: tuple[TokenStream, ...]
     run_folder: str
-    accumulation: int = 1
-    score_rows: int = 32  # at a time
+    start_from: Checkpoint | None = None  # another run's
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -70,7 +73,7 @@ class Loop:
         self._task, self._engine, self._session = task, engine, session
         self._training = task.recipe.training
         self._about = engine.describe()
-        self._saving: int | None = None  # the step whose checkpoint is being written
+        self._saving: tuple[int, Any] | None = None  # the step whose checkpoint is being written, and its metrics
 
     def run(self) -> Any:
         """Train from where the run stands to the last step; the final state comes back."""
@@ -85,47 +88,71 @@ class Loop:
             if step % self._training.log_every == 0 or last:
                 log.put(step, metrics)
             if step % self._training.checkpoint_every == 0 or last:
-                self._save(state, step)
-            if step % self._training.eval_every == 0 or last:
+                self._save(state, step, metrics)
+            if self._is_evaluated(step):
                 log.flush()
                 self._evaluate(state, step)
                 log.restart(step)
         self._finish_save()
         return state
 
+    def _is_evaluated(self, step: int) -> bool:
+        return step % self._training.eval_every == 0 or step == self._training.steps
+
     def _begin(self) -> tuple[Any, int]:
-        """The newest whole checkpoint's state and step, or the state before step 1."""
+        """The state and step to go on from: the newest whole checkpoint's, another run's, or those before step 1."""
         self._session.emit({"event": "start", **self._about})
         checkpoint, warnings = checkpoints.newest(self._task.run_folder)
         for warning in warnings:
             self._session.emit({"event": "warning", "text": warning})
-        step = checkpoint.step if checkpoint else 0
+        source = checkpoint or self._task.start_from
+        step = source.step if source else 0
         self._session.resume(step)
-        if checkpoint:
-            self._session.emit({"event": "resume", "step": step})
-            return self._engine.restore(checkpoint.folder), step
-        state = self._engine.start()
-        self._evaluate(state, 0)
-        return state, 0
+        if source:
+            self._session.emit({"event": "resume", "step": step, "folder": source.folder, "fork": checkpoint is None})
+        state = self._restore(source) if source else self._engine.start()
+        is_due = self._is_evaluated(step) or checkpoint is None
+        if is_due and step not in checkpoints.scores(self._task.run_folder):  # or it was killed between save and score
+            self._evaluate(state, step)
+        return state, step
 
-    def _save(self, state: Any, step: int) -> None:
+    def _restore(self, checkpoint: Checkpoint) -> Any:
+        """The state of a checkpoint; one that the other engine wrote comes by way of plain arrays."""
+        writer = checkpoints.facts(checkpoint)["engine"]
+        if writer == self._task.recipe.engine:
+            return self._engine.restore(checkpoint.folder)
+        return self._engine.load(read_weights(writer, checkpoint.folder))
+
+    def _save(self, state: Any, step: int, metrics: Any) -> None:
         """Begin to save; what was begun before is finished first."""
         self._finish_save()
         self._engine.save(state, checkpoints.folder_of(self._task.run_folder, step))
-        self._saving = step
+        self._saving = step, metrics
 
     def _finish_save(self) -> None:
+        """Commit what is written, unless the step that it follows was not a number: then it is no good state."""
         if self._saving is None:
             return
-        step, self._saving = self._saving, None
+        (step, metrics), self._saving = self._saving, None
         self._engine.wait_for_save()
+        self._check(step, self._engine.read(metrics))
         folder = checkpoints.folder_of(self._task.run_folder, step)
         self._session.committed(folder, lambda: self._commit(folder, step))
 
     def _commit(self, folder: str, step: int) -> None:
         checkpoints.commit(folder, step, self._task.facts)
-        checkpoints.prune(self._task.run_folder, self._task.recipe.run.keep)
+        checkpoints.prune(self._task.run_folder, self._task.recipe.run)
         self._session.emit({"event": "checkpoint", "step": step, "folder": folder})
+
+    def _check(self, step: int, metrics: dict[str, float]) -> None:
+        """Loss and gradient are numbers, or the run ends here, with the checkpoints that it has."""
+        if self._training.on_nan == "skip" or all(map(math.isfinite, (metrics["loss"], metrics["grad_norm"]))):
+            return
+        raise RaygptError(
+            f"the loss is not a number any more at step {step} (loss {metrics['loss']}, gradient norm "
+            f"{metrics['grad_norm']}); the checkpoints before it are whole. Lower optimizer.learning_rate, lengthen "
+            "schedule.warmup_steps, or write training.on_nan: skip to leave such steps out"
+        )
 
     def _batches(self, first: int, log: "Log") -> Iterator[Any]:
         """The batch of every step from the first on, read ahead. Step n, counted from 1, consumes batch n-1."""
@@ -137,7 +164,11 @@ class Loop:
 
     def _record(self, step: int, metrics: Any, waited: float, clock: "Clock") -> None:
         """Log a step when the device has done it."""
-        event: Event = {"step": step, **self._engine.read(metrics), "tokens": step * self._training.batch_tokens}
+        read = self._engine.read(metrics)
+        self._check(step, read)
+        if not read.get("skipped"):
+            read.pop("skipped", None)
+        event: Event = {"step": step, **read, "tokens": step * self._training.batch_tokens}
         steps_per_s = clock.lap(step)
         if steps_per_s:  # none for the first step, which is compiled
             speed = event["tokens_per_s"] = steps_per_s * self._training.batch_tokens
@@ -146,14 +177,22 @@ class Loop:
         self._session.record({**event, "data_wait_s": waited})
 
     def _evaluate(self, state: Any, step: int) -> None:
-        """Loss over the whole validation set, and a sample of what the model writes."""
+        """Loss over the validation set, or the part that the recipe says; and a sample of what the model writes."""
         losses = [
             self._engine.score(state, windows)
-            for windows in val_windows(self._task.val, self._engine.context, self._task.score_rows)
+            for windows in val_windows(
+                self._task.val, self._engine.context, self._engine.micro_rows, self._training.eval_rows
+            )
         ]
-        if losses:
-            self._session.record({"step": step, "val_loss": float(np.concatenate(losses).mean(dtype=np.float64))})
+        loss = float(np.concatenate(losses).mean(dtype=np.float64)) if losses else None
+        if loss is not None:
+            self._session.record({"step": step, "val_loss": loss})
+        self._session.once(lambda: self._remember(step, loss))
         self._session.emit({"event": "sample", "step": step, "text": self._sample(state)})
+
+    def _remember(self, step: int, loss: float | None) -> None:
+        checkpoints.write_score(self._task.run_folder, step, loss)
+        checkpoints.prune(self._task.run_folder, self._task.recipe.run)
 
     def _sample(self, state: Any) -> str:
         tokenizer = self._task.tokenizer
@@ -248,9 +287,17 @@ def read_ahead(items: Iterator[Any], ahead: int) -> Iterator[tuple[Any, float]]:
             ready.get_nowait()  # a thread that waits for room sees that it should stop
 
 
-def val_windows(streams: Sequence[TokenStream], context: int, rows: int) -> Iterator[np.ndarray[Any, Any]]:
-    """All validation windows, `context` apart, some rows at a time; always the same, in the same order."""
-    for stream in streams:
-        starts = np.arange(window_count(len(stream), context)) * context
-        for first in range(0, len(starts), rows):
-            yield stream.windows(starts[first : first + rows], context + 1)
+def val_windows(
+    streams: Sequence[TokenStream], context: int, rows: int, limit: int | None = None
+) -> Iterator[np.ndarray[Any, Any]]:
+    """All validation windows, `context` apart, some rows at a time; or as many as `limit`, evenly spread over them.
+
+    Always the same, in the same order.
+    """
+    counts = [window_count(len(stream), context) for stream in streams]
+    total = sum(counts)
+    chosen = np.arange(total) if limit is None or limit >= total else np.arange(limit) * total // limit
+    for stream, count, first in zip(streams, counts, np.cumsum([0, *counts]), strict=False):
+        starts = (chosen[(chosen >= first) & (chosen < first + count)] - first) * context
+        for begin in range(0, len(starts), rows):
+            yield stream.windows(starts[begin : begin + rows], context + 1)

@@ -1,10 +1,10 @@
-"""Every number that follows from a recipe and its corpus, worked out before step 0."""
+"""Every number that follows from a recipe and its corpus, and how a batch is cut to fit the devices."""
 
-import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from raygpt.config import Recipe
+from raygpt.engines.base import Devices
 
 STATE_BYTES = 16  # a parameter, its gradient and AdamW's two averages, all fp32
 ACTIVATIONS = 16  # times width, per token and layer, kept for the backward pass: norms 2, Q/K/V 3, attention 1,
@@ -14,7 +14,7 @@ USABLE = 0.8  # of a device's memory; the rest is for temporary buffers and frag
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will be."""
+    """What a run will be, whatever computes it."""
 
     parameters: int
     vocab: int
@@ -23,11 +23,7 @@ class Plan:
     steps: int
     rows: int  # of a batch
     context: int
-    workers: int
-    micro_rows: int  # per worker at a time
-    accumulation: int  # micro-batches per worker and step
     flops_per_token: int
-    memory_bytes: int  # estimated, per worker
     run_folder: str
 
     @property
@@ -48,69 +44,76 @@ class Plan:
 
     def lines(self) -> list[tuple[str, str]]:
         """Label and value of each number, for people."""
-        computed = self.micro_rows * self.workers * self.accumulation
-        padding = f", {computed - self.rows} of them padding" if computed > self.rows else ""
         return [
             ("parameters", f"{self.parameters:,} with {self.vocab:,} tokens in the vocabulary"),
             ("corpus", f"{self.train_tokens:,} tokens to train on, {self.val_tokens:,} to validate"),
             (
                 "training",
-                f"{self.steps:,} steps × {self.batch_tokens:,} tokens = {self.tokens:,} tokens, "
+                f"{self.steps:,} steps × {self.rows:,} rows × {self.context:,} tokens = {self.tokens:,} tokens, "
                 f"{self.epochs:.2f} epochs, {self.tokens / self.parameters:.1f} tokens per parameter",
-            ),
-            (
-                "batch",
-                f"{self.rows} rows × {self.context} tokens = {self.micro_rows} rows × {self.workers} "
-                f"{'worker' if self.workers == 1 else 'workers'} × {self.accumulation} accumulated{padding}",
             ),
             (
                 "compute",
                 f"{self.flops_per_token / 1e6:,.1f} MFLOPs per token, "
                 f"{self.flops_per_token * self.tokens:.2e} FLOPs in all",
             ),
-            ("memory", f"about {size(self.memory_bytes)} per worker for parameters, optimizer and activations"),
             ("run", self.run_folder),
         ]
 
 
-def make_plan(
-    recipe: Recipe, *, vocab: int, train_tokens: int, val_tokens: int, run_folder: str, memory_bytes: int
-) -> Plan:
-    """The plan for a recipe on workers that have `memory_bytes` each."""
-    model, workers = recipe.model, recipe.cluster.max_workers
-    parameters = model.parameters(vocab)
-    rows = recipe.training.batch_tokens // model.context
-    rows_per_worker = -(-rows // workers)
-    state = parameters * STATE_BYTES
-    room = max(1, (int(memory_bytes * USABLE) - state) // row_bytes(recipe))
-    accumulation = -(-rows_per_worker // room)
-    micro_rows = -(-rows_per_worker // accumulation)
+def make_plan(recipe: Recipe, *, vocab: int, train_tokens: int, val_tokens: int, run_folder: str) -> Plan:
+    """The plan of a recipe with its corpus."""
+    model = recipe.model
     return Plan(
-        parameters=parameters,
+        parameters=model.parameters(vocab),
         vocab=vocab,
         train_tokens=train_tokens,
         val_tokens=val_tokens,
         steps=recipe.training.steps,
-        rows=rows,
+        rows=recipe.training.batch_tokens // model.context,
         context=model.context,
-        workers=workers,
-        micro_rows=micro_rows,
-        accumulation=accumulation,
         flops_per_token=model.flops_per_token(vocab),
-        memory_bytes=state + micro_rows * row_bytes(recipe),
         run_folder=run_folder,
     )
 
 
-def row_bytes(recipe: Recipe) -> int:
-    """Activations of one row: in fp32 unless the recipe says otherwise, which is the safe guess."""
-    width = 2 if recipe.model.precision in ("bf16", "fp16") else 4
-    return recipe.model.layers * recipe.model.context * recipe.model.width * ACTIVATIONS * width
+@dataclass(frozen=True)
+class Split:
+    """How a batch is computed: some rows at a time, shared out over the devices, one part after another."""
+
+    rows: int
+    micro_rows: int  # at a time, over all devices
+    accumulation: int
+    devices: int
+    memory_bytes: int  # estimated, per device
+
+    def __str__(self) -> str:
+        over = "1 device" if self.devices == 1 else f"{self.devices} devices"
+        padding = self.micro_rows * self.accumulation - self.rows
+        return (
+            f"{self.rows} rows = {self.micro_rows} rows over {over} × {self.accumulation} accumulated"
+            f"{f', {padding} of them padding' if padding else ''}; about {size(self.memory_bytes)} per device"
+        )
 
 
-def host_memory() -> int:
-    """Bytes of memory that this machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def split_batch(recipe: Recipe, vocab: int, devices: Devices) -> Split:
+    """In as few parts as fit into the devices' memory, or in as many as the recipe says."""
+    mesh = recipe.cluster.mesh.over(devices.count)
+    rows = recipe.training.batch_tokens // recipe.model.context
+    across = mesh["data"] * mesh["fsdp"]  # groups of devices with rows of their own
+    rows_each = -(-rows // across)
+    state = recipe.model.parameters(vocab) * STATE_BYTES // (mesh["fsdp"] * mesh["tensor"])
+    row = row_bytes(recipe, devices) // (mesh["tensor"] * mesh["context"])
+    room = max(1, (int(devices.memory_bytes * USABLE) - state) // row)
+    accumulation = recipe.training.accumulation or -(-rows_each // room)
+    micro_each = -(-rows_each // accumulation)
+    return Split(rows, micro_each * across, accumulation, devices.count, state + micro_each * row)
+
+
+def row_bytes(recipe: Recipe, devices: Devices) -> int:
+    """Activations of one row."""
+    model = recipe.model
+    return model.layers * model.context * model.width * ACTIVATIONS * devices.number_bytes
 
 
 def size(count: float) -> str:

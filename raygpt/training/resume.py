@@ -1,4 +1,4 @@
-"""Whether a recipe goes on with the run that lies in its folder, and from where."""
+"""Whether a recipe goes on with the run that lies in its folder, and what a new one starts from."""
 
 from typing import Any
 
@@ -8,10 +8,17 @@ from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.recipes.explain import flat
 from raygpt.training import checkpoints
+from raygpt.training.checkpoints import Checkpoint
 
 RECIPE = "recipe.yaml"
 # What changes neither batches nor numbers may change between two parts of a run.
-FREE = ("cluster.", "run.", "track.", "training.log_every", "training.eval_every", "training.checkpoint_every")
+FREE = (
+    "cluster.",
+    "run.",
+    "track.",
+    *(f"training.{key}" for key in ("log_every", "eval_every", "eval_rows", "checkpoint_every", "on_nan")),
+    *(f"training.{key}" for key in ("compile", "remat", "accumulation")),
+)
 
 
 def check(run_folder: str, recipe: Recipe, force: bool) -> int:
@@ -32,6 +39,36 @@ def check(run_folder: str, recipe: Recipe, force: bool) -> int:
         )
     checkpoint, _ = checkpoints.newest(run_folder)
     return checkpoint.step if checkpoint else 0
+
+
+def fork(recipe: Recipe, home: str, tokenizer: str) -> Checkpoint | None:
+    """The checkpoint that `run.start_from` names; refuses one whose model or tokenizer is another."""
+    if recipe.run.start_from is None:
+        return None
+    name, _, step = recipe.run.start_from.partition("@")
+    if step and not step.isdecimal():
+        raise RaygptError(
+            f"run.start_from: {step!r} is no step; write RUN or RUN@STEP, e.g. run.start_from: {name}@1000"
+        )
+    folder = storage.absolute(name) if "/" in name else storage.join(home, name)
+    if not storage.exists(storage.join(folder, RECIPE)):
+        raise RaygptError(f"run.start_from: there is no run {name!r} in {home}; write the name of one, or its path")
+    checkpoint = checkpoints.find(folder, int(step) if step else None)
+    facts = checkpoints.facts(checkpoint)
+    ours, theirs = recipe.to_dict()["model"], facts["recipe"]["model"]
+    shape = ("layers", "heads", "width", "context", "bias", "tied_head")
+    different = ", ".join(f"model.{key}: {theirs[key]} → {ours[key]}" for key in shape if ours[key] != theirs[key])
+    if facts["tokenizer"] != tokenizer:
+        different = "its tokenizer" if not different else f"{different}, its tokenizer"
+    if different:
+        raise RaygptError(
+            f"run.start_from: {name} has another model ({different}); write the same, or start without it"
+        )
+    if checkpoint.step >= recipe.training.steps:
+        raise RaygptError(
+            f"training.steps: {recipe.training.steps} are done already at step {checkpoint.step} of {name}; write more"
+        )
+    return checkpoint
 
 
 def _values(recipe: Recipe) -> dict[str, Any]:

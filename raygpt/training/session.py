@@ -30,6 +30,14 @@ class Session(Protocol):
         """A checkpoint is written: commit it once, and tell Ray, which does not copy it."""
         ...
 
+    def once(self, work: Callable[[], None]) -> None:
+        """Do something in one worker only."""
+        ...
+
+    def agree(self, value: int) -> int:
+        """Rank 0's value, in every worker."""
+        ...
+
 
 @dataclass
 class LocalSession:
@@ -48,6 +56,12 @@ class LocalSession:
 
     def committed(self, folder: str, commit: Callable[[], None]) -> None:
         commit()
+
+    def once(self, work: Callable[[], None]) -> None:
+        work()
+
+    def agree(self, value: int) -> int:
+        return value
 
 
 class RaySession:
@@ -82,6 +96,15 @@ class RaySession:
             commit()
             checkpoint = Checkpoint.from_directory(folder)
         ray.train.report({}, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+
+    def once(self, work: Callable[[], None]) -> None:
+        if self.rank == 0:
+            work()
+
+    def agree(self, value: int) -> int:
+        from ray.train.collective import broadcast_from_rank_zero
+
+        return int(broadcast_from_rank_zero(value))
 
 
 class MetricsFile:

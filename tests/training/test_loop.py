@@ -2,6 +2,8 @@
 
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from raygpt.corpus.feed import Feed
 from raygpt.corpus.nanogpt import open_nanogpt
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
+from raygpt.training import checkpoints
 from raygpt.training.loop import Loop, Task, read_ahead, val_windows
 from raygpt.training.session import LocalSession
 
@@ -22,7 +25,7 @@ PATTERN = np.frombuffer(b"the cat sat on the mat; ", dtype=np.uint8)  # 24 token
 def make_task(tmp_path_factory):
     """A task on a text that repeats itself, with a validation part of 10 windows and a rest."""
 
-    def make(feed=None, score_rows=4, **changes):
+    def make(feed=None, **changes):
         store, run = (tmp_path_factory.mktemp(name) for name in ("store", "run"))
         np.resize(PATTERN, 2000).astype("<u2").tofile(store / "train.bin")
         np.resize(PATTERN[::-1], 10 * CONTEXT + 9).astype("<u2").tofile(store / "val.bin")
@@ -36,7 +39,7 @@ def make_task(tmp_path_factory):
         }
         recipe = load_recipe("tiny", {**settings, **changes})
         feed = feed or Feed([opened.train], context=CONTEXT, batch_rows=ROWS, seed=recipe.training.seed)
-        return Task(recipe, feed, (opened.val,), str(run), score_rows=score_rows)
+        return Task(recipe, feed, (opened.val,), str(run))
 
     return make
 
@@ -46,18 +49,23 @@ class FakeEngine:
 
     context = CONTEXT
 
-    def __init__(self, rows=(0, 1, 2, 3), step_s=0.0):
-        self.rows, self._step_s = list(rows), step_s
+    def __init__(self, rows=(0, 1, 2, 3), step_s=0.0, micro_rows=4, losses=None):
+        self.rows, self._step_s, self.micro_rows = list(rows), step_s, micro_rows
         self.batches, self.scored, self.done_at = [], [], []
+        self._losses = losses or {}
 
     def start(self):
         return 0
 
     def restore(self, folder):
-        raise AssertionError("there is nothing to restore")
+        return int(Path(folder, "state").read_text())
+
+    def load(self, weights):
+        return weights.step
 
     def save(self, state, folder):
-        pass
+        Path(folder).mkdir(parents=True)
+        Path(folder, "state").write_text(str(state))
 
     def wait_for_save(self):
         pass
@@ -72,7 +80,8 @@ class FakeEngine:
         return state + 1, state + 1
 
     def read(self, metrics):
-        return {"loss": float(metrics), "grad_norm": 0.5, "lr": 0.1}
+        loss = self._losses.get(metrics, float(metrics))
+        return {"loss": loss, "grad_norm": 0.5, "lr": 0.1, "skipped": 0.0}
 
     def score(self, state, windows):
         self.scored.append(windows)
@@ -209,11 +218,11 @@ def test_step_n_trains_on_the_engines_rows_of_batch_n_minus_1_each_once(make_tas
         np.testing.assert_array_equal(batch, task.feed.rows(number, [1, 3]))
 
 
-@pytest.mark.parametrize("score_rows", [1, 4, 10, 100])
-def test_validation_is_the_mean_over_all_windows_of_all_streams(make_task, score_rows):
-    task = make_task(score_rows=score_rows)
-    task = Task(task.recipe, task.feed, task.val * 2, task.run_folder, score_rows=score_rows)
-    engine = FakeEngine()
+@pytest.mark.parametrize("micro_rows", [1, 4, 10, 100])
+def test_validation_is_the_mean_over_all_windows_of_all_streams(make_task, micro_rows):
+    task = make_task()
+    task = Task(task.recipe, task.feed, task.val * 2, task.run_folder)
+    engine = FakeEngine(micro_rows=micro_rows)
     first = next(event for event in run(task, engine) if "val_loss" in event)
     ids = np.resize(PATTERN[::-1], 10 * CONTEXT + 9)
     windows = np.stack([ids[n * CONTEXT : (n + 1) * CONTEXT + 1] for n in range(10)])
@@ -221,7 +230,25 @@ def test_validation_is_the_mean_over_all_windows_of_all_streams(make_task, score
     scored = np.concatenate(engine.scored)
     np.testing.assert_array_equal(scored[:20], np.concatenate([windows, windows]))
     assert len(scored) == 4 * 20  # at 0, 4, 8 and 10
-    assert max(map(len, engine.scored)) == min(score_rows, 10)
+    assert max(map(len, engine.scored)) == min(micro_rows, 10)
+
+
+@pytest.mark.parametrize(
+    ("limit", "chosen"), [(1, [0]), (4, [0, 5, 10, 15]), (6, [0, 3, 6, 10, 13, 16]), (50, range(20))]
+)
+def test_a_part_of_the_validation_set_is_evenly_spread_and_always_the_same(make_task, limit, chosen):
+    streams = make_task().val * 2
+    every = np.concatenate(list(val_windows(streams, CONTEXT, 4)))
+    for _ in range(2):
+        np.testing.assert_array_equal(
+            np.concatenate(list(val_windows(streams, CONTEXT, 3, limit))), every[list(chosen)]
+        )
+
+
+def test_the_recipe_says_how_many_windows_are_validated(make_task):
+    engine = FakeEngine()
+    run(make_task(**{"training.eval_rows": 3}), engine)
+    assert [len(windows) for windows in engine.scored] == [3, 3, 3, 3]
 
 
 def test_windows_of_a_stream_that_is_too_short_are_none(make_task):
@@ -254,6 +281,70 @@ def test_metrics_that_cannot_be_read_fail_the_run(make_task):
 
     with pytest.raises(RuntimeError, match="the device is gone"):
         run(make_task(), Broken())
+
+
+# Numbers that are none
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_a_number_ends_the_run_and_leaves_the_checkpoints_before_it(make_task, bad):
+    task = make_task(**{"training.checkpoint_every": 2})
+    losses = dict.fromkeys(range(6, 11), bad)  # as it goes: what is not a number stays so
+    with pytest.raises(RaygptError, match=r"not a number any more at step 6 .*on_nan: skip"):
+        run(task, FakeEngine(losses=losses))
+    found, warnings = checkpoints.newest(task.run_folder)
+    assert (found.step, warnings) == (4, [])
+
+
+def test_a_bad_step_that_is_not_logged_is_found_before_its_checkpoint_counts(make_task):
+    task = make_task(**{"training.checkpoint_every": 5, "training.log_every": 100, "training.eval_every": 100})
+    with pytest.raises(RaygptError, match="at step 5 "):
+        run(task, FakeEngine(losses={5: float("nan")}))
+    assert checkpoints.newest(task.run_folder)[0] is None
+
+
+def test_bad_steps_that_the_engine_leaves_out_do_not_end_the_run(make_task):
+    events = run(make_task(**{"training.on_nan": "skip"}), FakeEngine(losses={6: float("nan")}))
+    assert kinds(events)[-1] == ("val", 10)
+
+
+# Going on
+
+
+def test_it_goes_on_after_the_newest_checkpoint_with_the_batch_that_follows(make_task):
+    task = make_task(**{"training.checkpoint_every": 4, "training.steps": 8})
+    run(task, FakeEngine())
+    longer = replace(task, recipe=load_recipe("tiny", {**task.recipe.to_dict(), "training.steps": 10}))
+    engine = FakeEngine()
+    events = run(longer, engine)
+    assert {"event": "resume", "step": 8, "folder": checkpoints.folder_of(task.run_folder, 8), "fork": False} in events
+    assert len(engine.batches) == 2
+    np.testing.assert_array_equal(engine.batches[0], task.feed.rows(8, [0, 1, 2, 3]))
+
+
+def test_a_validation_that_was_not_reached_after_its_save_is_made_up_for(make_task):
+    class Killed(FakeEngine):
+        def score(self, state, windows):
+            if state == 8:
+                raise RuntimeError("killed")
+            return super().score(state, windows)
+
+    task = make_task(**{"training.checkpoint_every": 4})
+    with pytest.raises(RuntimeError, match="killed"):
+        run(task, Killed())
+    checkpoints.commit(checkpoints.folder_of(task.run_folder, 8), 8, task.facts)  # what Orbax had just finished
+    assert kinds(run(task, FakeEngine())) == [("start", None), ("val", 8), ("train", 9), ("train", 10), ("val", 10)]
+
+
+def test_a_fork_begins_with_the_state_and_the_step_of_another_run(make_task):
+    first = make_task(**{"training.checkpoint_every": 4, "run.keep": 3})
+    run(first, FakeEngine())
+    fork = replace(make_task(), start_from=checkpoints.find(first.run_folder, 4))
+    engine = FakeEngine()
+    told = kinds(run(fork, engine))
+    assert told[:3] == [("start", None), ("val", 4), ("train", 6)]
+    assert len(engine.batches) == 6
+    np.testing.assert_array_equal(engine.batches[0], first.feed.rows(4, [0, 1, 2, 3]))
 
 
 # Reading ahead

@@ -2,32 +2,29 @@
 
 import pytest
 
+from raygpt.engines.base import Devices
+from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
-from raygpt.training.plan import host_memory, make_plan, row_bytes, size
+from raygpt.training.plan import make_plan, size, split_batch
 
 GIB = 2**30
+STATE = 16 * 124_439_808  # bytes: parameters, gradients and AdamW's two averages in fp32
 
 
-def plan(*, memory_gib=64.0, workers=1, rows=32, precision="fp32", **changes):
-    """GPT-2 small, `rows` of 1024 tokens a batch, 9 million tokens to train on."""
-    recipe = load_recipe(
-        "gpt2-124m-openwebtext",
-        {
-            "training.batch_tokens": rows * 1024,
-            "training.steps": 1000,
-            "cluster.workers": workers,
-            "model.precision": precision,
-            **changes,
-        },
+def gpt2(rows=32, **changes):
+    """GPT-2 small, `rows` of 1024 tokens a batch."""
+    return load_recipe(
+        "gpt2-124m-openwebtext", {"training.batch_tokens": rows * 1024, "training.steps": 1000, **changes}
     )
-    return make_plan(
-        recipe,
-        vocab=50257,
-        train_tokens=9_000_000,
-        val_tokens=4_000,
-        run_folder="runs/it",
-        memory_bytes=int(memory_gib * GIB),
-    )
+
+
+def plan():
+    """On 9 million tokens."""
+    return make_plan(gpt2(), vocab=50257, train_tokens=9_000_000, val_tokens=4_000, run_folder="runs/it")
+
+
+def split(*, memory_gib=64.0, devices=1, number_bytes=4, keeps_scores=False, **changes):
+    return split_batch(gpt2(**changes), 50257, Devices(devices, int(memory_gib * GIB), number_bytes, keeps_scores))
 
 
 def test_gpt2s_numbers_are_the_published_ones():
@@ -39,46 +36,53 @@ def test_gpt2s_numbers_are_the_published_ones():
     assert numbers.epochs == pytest.approx(3.640889, abs=1e-6)
 
 
-def test_a_row_keeps_sixteen_widths_of_activations_per_token_and_layer():
-    recipe = load_recipe("gpt2-124m-openwebtext", {"model.precision": "fp32"})
-    assert row_bytes(recipe) == 603_979_776  # 12 · 1024 · 768 · 16 · 4 bytes
-    assert row_bytes(load_recipe("gpt2-124m-openwebtext", {"model.precision": "bf16"})) == 301_989_888
-    assert row_bytes(load_recipe("gpt2-124m-openwebtext")) == 603_979_776  # auto: the safe guess
+@pytest.mark.parametrize(
+    ("memory_gib", "number_bytes", "micro_rows", "accumulation"),
+    [
+        (64, 4, 32, 1),  # (51.2 GiB - 1.99 GB) / 604 MB: room for 87 rows
+        (16, 4, 16, 2),  # room for 19, but 2 turns of 16 are all
+        (8, 4, 8, 4),  # room for 8
+        (8, 2, 16, 2),  # room for 16: a row is half as large
+        (7, 4, 6, 6),  # room for 6: the last turn is not full
+        (1, 4, 1, 32),  # not even room for the parameters: the least there is
+    ],
+)
+def test_accumulation_is_the_least_that_fits_into_memory(memory_gib, number_bytes, micro_rows, accumulation):
+    got = split(memory_gib=memory_gib, number_bytes=number_bytes)
+    assert (got.micro_rows, got.accumulation) == (micro_rows, accumulation)
+    row = 12 * 1024 * 768 * 16 * number_bytes
+    assert got.memory_bytes == STATE + micro_rows * row
+
+
+def test_the_recipe_may_say_how_often_it_accumulates():
+    got = split(**{"training.accumulation": 5})
+    assert (got.micro_rows, got.accumulation) == (7, 5)
+    assert str(got).startswith("32 rows = 7 rows over 1 device × 5 accumulated, 3 of them padding; about ")
 
 
 @pytest.mark.parametrize(
-    ("memory_gib", "precision", "micro_rows", "accumulation", "needed"),
+    ("devices", "mesh", "micro_rows", "state_share"),
     [
-        (64, "fp32", 32, 1, 21_318_389_760),  # (51.2 GiB - 1.99 GB) / 604 MB: room for 87 rows
-        (16, "fp32", 16, 2, 11_654_713_344),  # room for 19, but 2 turns of 16 are all
-        (8, "fp32", 8, 4, 6_822_875_136),  # room for 8
-        (8, "bf16", 16, 2, 6_822_875_136),  # room for 16: a row is half as large
-        (7, "fp32", 6, 6, 5_614_915_584),  # room for 6: the last turn is not full
-        (1, "fp32", 1, 32, 2_595_016_704),  # not even room for the parameters: the least there is
+        (4, {}, 32, 1),
+        (3, {}, 33, 1),
+        (8, {"fsdp": 8}, 32, 8),
+        (8, {"fsdp": 4, "tensor": 2}, 32, 8),
+        (16, {"data": 4, "fsdp": 2, "tensor": 2}, 32, 4),
+        (2, {"context": 2}, 32, 1),
     ],
 )
-def test_accumulation_is_the_least_that_fits_into_memory(memory_gib, precision, micro_rows, accumulation, needed):
-    numbers = plan(memory_gib=memory_gib, precision=precision)
-    assert (numbers.micro_rows, numbers.accumulation) == (micro_rows, accumulation)
-    assert numbers.memory_bytes == needed  # 16 bytes a parameter, and the rows of one turn
+def test_rows_are_shared_out_over_the_mesh_and_padded(devices, mesh, micro_rows, state_share):
+    got = split(devices=devices, **{"cluster.mesh": mesh})
+    assert (got.micro_rows, got.accumulation) == (micro_rows, 1)
+    sizes = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1} | mesh
+    rows = micro_rows // (devices // (sizes["tensor"] * sizes["context"]))
+    shared = 12 * 1024 * 768 * 16 * 4 // (sizes["tensor"] * sizes["context"])
+    assert got.memory_bytes == STATE // state_share + rows * shared
 
 
-@pytest.mark.parametrize(
-    ("workers", "rows", "micro_rows", "line"),
-    [
-        (1, 32, 32, "32 rows × 1024 tokens = 32 rows × 1 worker × 1 accumulated"),
-        (4, 32, 8, "32 rows × 1024 tokens = 8 rows × 4 workers × 1 accumulated"),
-        (3, 32, 11, "32 rows × 1024 tokens = 11 rows × 3 workers × 1 accumulated, 1 of them padding"),
-    ],
-)
-def test_rows_are_shared_out_over_workers_and_padded(workers, rows, micro_rows, line):
-    numbers = plan(workers=workers, rows=rows)
-    assert (numbers.workers, numbers.micro_rows, numbers.accumulation) == (workers, micro_rows, 1)
-    assert dict(numbers.lines())["batch"] == line
-
-
-def test_an_elastic_run_is_planned_for_all_its_workers():
-    assert plan(workers="1..4").workers == 4
+def test_a_mesh_that_does_not_multiply_to_the_devices_is_refused():
+    with pytest.raises(RaygptError, match=r"cluster\.mesh: data=3 × fsdp=5 does not multiply to the 8 devices"):
+        split(devices=8, **{"cluster.mesh": {"data": 3, "fsdp": 5}})
 
 
 def test_people_read_every_number():
@@ -86,10 +90,8 @@ def test_people_read_every_number():
     assert lines == {
         "parameters": "124,439,808 with 50,257 tokens in the vocabulary",
         "corpus": "9,000,000 tokens to train on, 4,000 to validate",
-        "training": "1,000 steps × 32,768 tokens = 32,768,000 tokens, 3.64 epochs, 0.3 tokens per parameter",
-        "batch": "32 rows × 1024 tokens = 32 rows × 1 worker × 1 accumulated",
+        "training": "1,000 steps × 32 rows × 1,024 tokens = 32,768,000 tokens, 3.64 epochs, 0.3 tokens per parameter",
         "compute": "859.9 MFLOPs per token, 2.82e+16 FLOPs in all",
-        "memory": "about 19.9 GiB per worker for parameters, optimizer and activations",
         "run": "runs/it",
     }
 
@@ -107,7 +109,3 @@ def test_the_plan_as_json_has_what_follows_from_it_too():
 )
 def test_bytes_are_written_for_people(count, text):
     assert size(count) == text
-
-
-def test_this_machine_has_memory():
-    assert host_memory() > GIB // 2

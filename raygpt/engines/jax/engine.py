@@ -12,12 +12,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
+from raygpt.cluster import cores, host_memory
 from raygpt.config import Recipe
+from raygpt.engines.base import Devices
 from raygpt.engines.jax import sharding
 from raygpt.engines.jax.attention import Cache, choose_attention
 from raygpt.engines.jax.checkpoint import Saver, restore
 from raygpt.engines.jax.model import GPT
 from raygpt.engines.jax.optimizer import learning_rate, make_optimizer
+from raygpt.engines.jax.processes import keep_compiled
 from raygpt.engines.jax.step import Batch, Metrics, State, make_score, make_step
 
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "fp64": jnp.float64}
@@ -30,6 +33,23 @@ def choose_precision(wanted: str, device: Any) -> str:
     if device.platform == "gpu":
         return "bf16" if float(getattr(device, "compute_capability", "8.0")) >= 8 else "fp16"
     return "bf16" if device.platform == "tpu" else "fp32"
+
+
+def find_devices(recipe: Recipe) -> Devices:
+    """The devices of all processes that joined, as a recipe uses them."""
+    devices = jax.devices()
+    dtype = DTYPES[choose_precision(recipe.model.precision, devices[0])]
+    mesh = sharding.make_mesh(recipe.cluster.mesh.sizes(), devices)
+    _, kernel = choose_attention(devices[0].platform, dtype, mesh)
+    return Devices(
+        len(devices), _memory(jax.local_devices()[0]), jnp.dtype(dtype).itemsize, keeps_scores=kernel == "XLA"
+    )
+
+
+def _memory(device: Any) -> int:
+    """Bytes that a device has for us; a CPU device's are its share of the host's."""
+    stats = device.memory_stats() or {}
+    return int(stats.get("bytes_limit") or host_memory() // max(cores(), jax.local_device_count()))
 
 
 class JaxEngine:
@@ -118,6 +138,11 @@ class JaxEngine:
         micro_rows = -(-self.batch_rows // (self.accumulation * across)) * across
         return self.accumulation, micro_rows, self.recipe.model.context
 
+    @property
+    def micro_rows(self) -> int:
+        """Rows that are computed at a time, over all devices."""
+        return self._shape[1]
+
     @cached_property
     def rows(self) -> list[int]:
         """The rows of a batch that this process needs, in order."""
@@ -197,3 +222,6 @@ class JaxEngine:
             return jnp.einsum("bd,vd->bv", hidden[:, -1], table, preferred_element_type=jnp.float32), cache
 
         return jax.jit(extend, donate_argnums=3)
+
+
+Engine, set_up = JaxEngine, keep_compiled

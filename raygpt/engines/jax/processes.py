@@ -11,16 +11,24 @@ def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cpu_d
     """Make this worker one of the processes. Everything is set before JAX looks for devices."""
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")  # without CUDA in JAX this fails instead of crawling
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # JAX takes three quarters otherwise
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={cpu_devices}".strip()
     import jax
 
-    jax.config.update("jax_compilation_cache_dir", str(Path(CACHE).expanduser()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)  # small models compile in less than 1 s
     if workers > 1:
         jax.distributed.initialize(address, workers, rank)
+
+
+def keep_compiled() -> None:
+    """What is compiled is kept on this machine, and not compiled again in the next run."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(Path(CACHE).expanduser()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)  # small models compile in less than 1 s
 
 
 def leave() -> None:

@@ -1,0 +1,56 @@
+"""A function of one's own on the workers that recipes run on: CPUs, GPUs and TPUs alike."""
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ray.train import UserCallback
+
+from raygpt import storage
+from raygpt.cluster import connected, cores
+from raygpt.errors import RaygptError
+from raygpt.recipes import check_part
+from raygpt.training.launch import Result, fit, open_mailbox
+from raygpt.training.scaling import choose_workers
+from raygpt.training.session import Event
+
+
+def run(
+    function: Callable[..., None],
+    config: dict[str, Any] | None = None,
+    *,
+    cluster: dict[str, Any] | None = None,
+    storage_path: str = "runs",
+    name: str | None = None,
+) -> Result:
+    """Run `function(config)` in every worker, the workers being processes of one JAX program.
+
+    `cluster` has the keys of a recipe's: `{"workers": 2, "accelerator": "gpu"}`. What the function reports with
+    `ray.train.report` comes back: the last of each metric, and the last checkpoint.
+    """
+    asked = check_part("cluster", cluster or {})
+    name = name or time.strftime("function-%Y%m%d-%H%M%S")
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
+        raise RaygptError(f"name: {name!r} is no folder name; write e.g. name='my-run'")
+    folder = storage.join(storage.absolute(storage_path), name)
+    reported: dict[str, Any] = {}
+
+    def see(event: Event) -> None:
+        reported.update(event.get("reported", {}))
+
+    with connected(cpus=cores() + asked.max_workers):
+        mailbox = open_mailbox()
+        error = fit(function, config or {}, choose_workers(asked), folder, mailbox, see, [_Reports(mailbox)])
+    return Result(folder, reported, reported.pop("checkpoint", None), error)
+
+
+class _Reports(UserCallback):
+    """Passes on what the workers report: Ray's own result forgets it unless there was a checkpoint."""
+
+    def __init__(self, mailbox: Any):
+        self._mailbox = mailbox
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        saved = {"checkpoint": checkpoint.path} if checkpoint else {}
+        self._mailbox.put.remote({"reported": {**metrics[0], **saved}})

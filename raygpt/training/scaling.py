@@ -1,0 +1,129 @@
+"""What a recipe's `cluster` asks of Ray: how many workers with what, and whether the cluster can give it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+from ray.train.v2.api.config import ScalingConfig
+from ray.util.tpu import get_num_tpu_slices, get_tpu_worker_resources
+
+from raygpt.cluster import has_autoscaler
+from raygpt.config import Cluster
+from raygpt.errors import RaygptError
+
+Accelerator = Literal["cpu", "gpu", "tpu"]
+Resources = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers of a run on the cluster that this process is connected to."""
+
+    cluster: Cluster
+    accelerator: Accelerator
+
+    @property
+    def resources(self) -> Resources:
+        """Of one worker."""
+        defaults: dict[Accelerator, Resources] = {"cpu": {"CPU": 1}, "gpu": {"CPU": 1, "GPU": 1}, "tpu": self._tpu_host}
+        return defaults[self.accelerator] | self.cluster.resources_per_worker
+
+    @property
+    def _tpu_host(self) -> Resources:
+        """All chips of one host: what a slice's topology says, or what the hosts of this cluster have."""
+        if self.cluster.topology:
+            return dict(self._slice[1])
+        return {"CPU": 1, "TPU": max((node.get("TPU", 0) for node in _nodes()), default=0)}
+
+    @property
+    def _slice(self) -> tuple[int, Resources]:
+        """Workers of one TPU slice, and the resources of each."""
+        cluster = self.cluster
+        try:
+            return get_tpu_worker_resources(
+                str(cluster.topology), str(cluster.accelerator_type), cluster.resources_per_worker or None, num_slices=1
+            )
+        except ValueError as error:
+            raise RaygptError(
+                f"cluster.topology: {cluster.topology} of {cluster.accelerator_type} is no slice for Ray ({error}); "
+                "write e.g. cluster.topology: 4x4 and cluster.accelerator_type: TPU-V6E"
+            ) from None
+
+    def scaling(self) -> ScalingConfig:
+        """The same for Ray Train."""
+        cluster = self.cluster
+        elastic = cluster.min_workers < cluster.max_workers
+        auto = "SPREAD" if self.accelerator == "tpu" else "PACK"
+        try:
+            return ScalingConfig(
+                num_workers=(cluster.min_workers, cluster.max_workers) if elastic else cluster.max_workers,
+                use_gpu=self.accelerator == "gpu",
+                use_tpu=self.accelerator == "tpu",
+                resources_per_worker=self.resources,
+                accelerator_type=cluster.accelerator_type,
+                topology=cluster.topology,
+                placement_strategy=auto if cluster.placement == "auto" else cluster.placement,
+            )
+        except ValueError as error:  # a number of workers that does not fill the slice
+            raise RaygptError(f"cluster: {' '.join(str(error).split())}") from None
+
+    @property
+    def runtime_env(self) -> dict[str, Any] | None:
+        """The workers' environment; for CUDA without LD_LIBRARY_PATH, which would hide the libraries in JAX's wheel."""
+        env = dict(self.cluster.runtime_env)
+        if self.accelerator == "gpu":
+            env["env_vars"] = {"LD_LIBRARY_PATH": ""} | env.get("env_vars", {})
+        return env or None  # none at all starts two seconds faster
+
+    def room(self) -> int:
+        """How many of these workers the cluster's nodes could hold, were nothing else running."""
+        if self.cluster.topology:
+            return self._slice[0] * get_num_tpu_slices(self.cluster.topology, str(self.cluster.accelerator_type))
+        wanted = dict(self.resources)
+        if self.cluster.accelerator_type:
+            wanted[f"accelerator_type:{self.cluster.accelerator_type}"] = 0.001  # as Ray marks such a node
+        return sum(min(math.floor(node.get(name, 0) / each) for name, each in wanted.items()) for node in _nodes())
+
+    def __str__(self) -> str:
+        each = ", ".join(f"{amount:g} {name}" for name, amount in self.resources.items())
+        kind = f" {self.cluster.accelerator_type}" if self.cluster.accelerator_type else ""
+        return f"{self.cluster.workers} × {each}{kind}" + (
+            f" in {self.cluster.topology}" if self.cluster.topology else ""
+        )
+
+
+def choose_workers(cluster: Cluster) -> Workers:
+    """`auto` takes a TPU or a GPU where the cluster has one."""
+    if cluster.accelerator != "auto":
+        return Workers(cluster, cluster.accelerator)
+    there: Resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    is_tpu = cluster.topology or there.get("TPU")
+    return Workers(cluster, "tpu" if is_tpu else "gpu" if there.get("GPU") else "cpu")
+
+
+def ensure_room(workers: Workers, say: Callable[[str], None]) -> None:
+    """Refuse what the cluster can never give; say what is waited for where an autoscaler can bring it."""
+    room, wanted = workers.room(), workers.cluster.min_workers
+    if room >= wanted:
+        return
+    if has_autoscaler():
+        say(f"waiting for {workers}: the cluster has room for {room}, and its autoscaler is asked for the rest")
+        return
+    remedy = f"write cluster.workers: {room}, or add nodes" if room else "add nodes, or write cluster.accelerator: cpu"
+    raise RaygptError(f"cluster.workers: {workers} do not fit: the cluster has room for {room} ({_has()}); {remedy}")
+
+
+def _nodes() -> list[Resources]:
+    """The resources of every node."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node["Resources"] for node in nodes if node["Alive"]]
+
+
+def _has() -> str:
+    """What a cluster has: 2 nodes, 8 CPU, 2 GPU."""
+    nodes = _nodes()
+    totals = {name: sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU", "TPU")}
+    counts = ", ".join(f"{amount:g} {name}" for name, amount in totals.items() if amount)
+    return f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}, {counts or 'no CPU'}"

@@ -1,0 +1,76 @@
+"""Which checkpoints of a run are kept."""
+
+import json
+
+import pytest
+
+from raygpt.config import Run
+from raygpt.errors import RaygptError
+from raygpt.training import checkpoints
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with a checkpoint of a file every 10 steps, and their validation losses."""
+
+    def make(losses):
+        for number, loss in enumerate(losses, start=1):
+            folder = tmp_path / "checkpoints" / f"step-{number * 10:08d}"
+            folder.mkdir(parents=True)
+            (folder / "state").write_text(f"state {number}")
+            checkpoints.commit(str(folder), number * 10, {"engine": "jax"})
+            if loss is not None:
+                checkpoints.write_score(str(tmp_path), number * 10, loss)
+        return str(tmp_path)
+
+    return make
+
+
+def left(folder, **policy):
+    checkpoints.prune(folder, Run(**policy))
+    return [step for step, _ in checkpoints._committed(folder)]
+
+
+def test_the_newest_are_kept_with_the_best_and_the_permanent_ones(run):
+    folder = run([5.0, 3.0, 4.0, 3.5, 3.6, 3.7, 3.8])
+    assert left(folder, keep=2, keep_best=2, keep_every=30) == [20, 30, 40, 60, 70]
+
+
+@pytest.mark.parametrize(
+    ("losses", "policy", "steps"),
+    [
+        ([1.0, 2.0, 3.0, 4.0], {"keep": 1, "keep_best": 0}, [40]),
+        ([1.0, 2.0, 3.0, 4.0], {"keep": 1, "keep_best": 1}, [10, 40]),
+        ([2.0, 2.0, 3.0, 4.0], {"keep": 1, "keep_best": 1}, [20, 40]),  # of two equals the newer
+        ([None, None, None, None], {"keep": 2, "keep_best": 1}, [30, 40]),  # without losses there is no best
+        ([None, 9.0, None, None], {"keep": 1, "keep_best": 1}, [20, 40]),
+        ([1.0, 2.0], {"keep": 3, "keep_best": 0}, [10, 20]),
+    ],
+)
+def test_retention(run, losses, policy, steps):
+    assert left(run(losses), **policy) == steps
+
+
+def test_what_is_left_of_a_deleted_one_is_never_taken_for_whole(run, monkeypatch):
+    folder = run([1.0, 2.0])
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda *args, **kwargs: None)  # killed before it could delete
+    checkpoints.prune(folder, Run(keep=1, keep_best=0))
+    assert [step for step, _ in checkpoints._committed(folder)] == [20]
+
+
+def test_the_losses_lie_beside_the_checkpoints_not_in_them(run, tmp_path):
+    folder = run([5.0, 3.0])
+    assert json.loads((tmp_path / "checkpoints" / "scores.json").read_text()) == {"10": 5.0, "20": 3.0}
+    assert checkpoints.newest(folder)[0].step == 20  # a score that comes later alters no checkpoint
+    assert checkpoints.scores(folder) == {10: 5.0, 20: 3.0}
+
+
+def test_a_checkpoint_is_found_by_its_step(run, tmp_path):
+    folder = run([5.0, 3.0])
+    assert checkpoints.find(folder, 10).step == 10
+    assert checkpoints.find(folder, None).step == 20
+    with pytest.raises(RaygptError, match="has no checkpoint of step 15; there are: 10, 20"):
+        checkpoints.find(folder, 15)
+    (tmp_path / "checkpoints" / "step-00000010" / "state").write_text("stale 1")
+    with pytest.raises(RaygptError, match=r"the checkpoint of step 10 is damaged \(state was altered\)"):
+        checkpoints.find(folder, 10)
