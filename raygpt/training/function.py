@@ -1,5 +1,6 @@
 """A function of one's own on the workers that recipes run on: CPUs, GPUs and TPUs alike."""
 
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -23,11 +24,12 @@ def run(
     cluster: dict[str, Any] | None = None,
     storage_path: str = "runs",
     name: str | None = None,
+    watch: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> Result:
     """Run `function(config)` in every worker, the workers being processes of one JAX program.
 
-    `cluster` has the keys of a recipe's: `{"workers": 2, "accelerator": "gpu"}`. What the function reports with
-    `ray.train.report` comes back: the last of each metric, and the last checkpoint.
+    `cluster` has the keys of a recipe's: `{"workers": 2, "accelerator": "gpu"}`. `watch` sees what the function
+    reports with `ray.train.report`; the last of each metric, and the last checkpoint, come back.
     """
     asked = check_part("cluster", cluster or {})
     name = name or time.strftime("function-%Y%m%d-%H%M%S")
@@ -37,7 +39,11 @@ def run(
     reported: dict[str, Any] = {}
 
     def see(event: Event) -> None:
-        reported.update(event.get("reported", {}))
+        if "reported" in event:
+            reported.update(event["reported"])
+            watch(event["reported"])
+        if event.get("event") == "waiting":
+            logging.getLogger("raygpt").warning(event["text"])
 
     with connected(cpus=cores() + asked.max_workers):
         mailbox = open_mailbox()

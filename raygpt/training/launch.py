@@ -11,6 +11,7 @@ from ray.train import DataConfig
 from ray.train.v2.api.config import RunConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.jax.config import JaxConfig
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raygpt import storage
 from raygpt.cluster import connected, cores
@@ -124,8 +125,9 @@ def train(run: Prepared, watch: Callable[[Event], None] = lambda event: None) ->
 
 
 def open_mailbox() -> Any:
-    """An actor that workers tell things, and that the driver asks."""
-    return ray.remote(num_cpus=0)(Mailbox).remote()
+    """An actor that workers tell things, and that the driver asks; on its own node, which lives as long as it does."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(num_cpus=0, scheduling_strategy=here)(Mailbox).remote()
 
 
 def fit(

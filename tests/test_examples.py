@@ -1,0 +1,51 @@
+"""The scripts in examples/ do what they say."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import raygpt
+
+CHECKOUT = Path(os.environ.get("RAYGPT_CHECKOUT") or Path(__file__).parents[1])
+
+
+@pytest.fixture
+def example(tmp_path):
+    """Run an example in an empty folder: its output."""
+
+    def run(name, *words):
+        done = subprocess.run(
+            [sys.executable, str(CHECKOUT / "examples" / name), *map(str, words)],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(Path(raygpt.__file__).parents[1])},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    return run
+
+
+def test_two_workers_fit_a_line_together(example):
+    slope, offset, loss = map(
+        float, re.match(r"y = (\S+) x \+ (\S+), loss (\S+) after 1000", example("line.py")).groups()
+    )
+    assert abs(slope - 2) < 0.2
+    assert abs(offset - 1) < 0.1
+    assert loss < 0.013  # the noise alone has 0.1² = 0.01
+
+
+def test_tutorial_a_is_less_than_60_lines_on_raygpts_parts(example, tmp_path):
+    source = (CHECKOUT / "examples" / "tutorial_a.py").read_text().splitlines()
+    assert len(source) < 60
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"the cat sat on mat {n % 7}\n<|endoftext|>\n" for n in range(4000)))
+    out = example("tutorial_a.py", text, "tiny")
+    losses = [float(loss) for loss in re.findall(r"val_loss (\S+)", out)]
+    assert losses[-1] < losses[0] - 1

@@ -1,0 +1,168 @@
+"""Simulated clusters, each in a process of its own: `python nodes.py SCENARIO FOLDER` prints what every worker saw.
+
+Nodes are real raylets on this machine; their GPUs and TPUs are only said to be there, so the workers look at what Ray
+and raygpt set up for them, and compute nothing.
+"""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ.pop("JAX_PLATFORMS", None)  # as a user's shell has it
+os.environ.pop("XLA_FLAGS", None)
+
+import ray
+from ray.cluster_utils import Cluster
+
+import raygpt
+from raygpt.errors import RaygptError
+
+SEEN = (
+    *("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "LD_LIBRARY_PATH", "TPU_VISIBLE_CHIPS", "RAYGPT_TEST"),
+    *("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"),
+)
+
+
+def look(config):
+    """In a worker: where it is and what it may use."""
+    import os
+
+    import ray.train
+    from jax._src import distributed
+
+    context = ray.get_runtime_context()
+    seen = {
+        "rank": ray.train.get_context().get_world_rank(),
+        "node": context.get_node_labels().get("name"),
+        "ids": context.get_accelerator_ids(),
+        "process": [distributed.global_state.process_id, distributed.global_state.num_processes],
+        "environment": {name: os.environ[name] for name in config["seen"] if name in os.environ},
+    }
+    Path(config["folder"], f"{seen['rank']}.json").write_text(json.dumps(seen))
+
+
+def run(folder, **cluster):
+    """What each worker saw, in the order of ranks."""
+    result = raygpt.run(look, {"folder": folder, "seen": SEEN}, cluster=cluster, storage_path=folder, name="run")
+    if result.error:
+        raise result.error
+    return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("?.json"))]
+
+
+def gpus(folder):
+    """Two nodes with two GPUs each, and a head without."""
+    os.environ["LD_LIBRARY_PATH"] = "/usr/local/cuda/lib64"
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "labels": {"name": "head"}})
+    for name in ("a", "b"):
+        cluster.add_node(num_cpus=2, num_gpus=2, labels={"name": name})
+    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        seen = run(folder, workers=4, runtime_env={"env_vars": {"RAYGPT_TEST": "passed through"}})
+        try:
+            run(folder, workers=5)
+        except RaygptError as error:
+            return {"seen": seen, "refusal": str(error)}
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def tpus(folder):
+    """A v6e 4x4 slice: four hosts of four chips, labelled as Ray labels them; and a head without."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "labels": {"name": "head"}})
+    for worker in range(4):
+        labels = {
+            "name": f"host-{worker}",
+            "ray.io/accelerator-type": "TPU-V6E",
+            "ray.io/tpu-slice-name": "slice-0",
+            "ray.io/tpu-worker-id": str(worker),
+            "ray.io/tpu-topology": "4x4",
+            "ray.io/tpu-pod-type": "v6e-16",
+        }
+        resources = {"TPU": 4, "accelerator_type:TPU-V6E": 1} | ({"TPU-v6e-16-head": 1} if worker == 0 else {})
+        environment = {"TPU_NAME": "slice-0", "TPU_WORKER_ID": str(worker), "TPU_ACCELERATOR_TYPE": "v6e-16"}
+        cluster.add_node(num_cpus=2, resources=resources, labels=labels, env_vars=environment)
+    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        slice_ = {"topology": "4x4", "accelerator_type": "TPU-V6E"}
+        seen = run(folder, workers=4, **slice_)
+        refusals = []
+        for asked in ({"workers": 3}, {"workers": 8}, {"workers": 4, "topology": "2x3"}):
+            try:
+                run(folder, **{**slice_, **asked})
+            except RaygptError as error:
+                refusals.append(str(error))
+        return {"seen": seen, "refusals": refusals}
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def autoscaler(folder):
+    """A head without GPUs, whose autoscaler can bring nodes with one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = {
+        "cluster_name": "simulated",
+        "max_workers": 4,
+        "idle_timeout_minutes": 1,
+        "upscaling_speed": 1.0,
+        "provider": {"type": "fake_multinode", "gcs_address": f"127.0.0.1:{port}", "disable_node_updaters": True},
+        "head_node_type": "head",
+        "available_node_types": {
+            "head": {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0},
+            "gpu": {"resources": {"CPU": 1, "GPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": 2},
+        },
+        **{key: {} for key in ("auth", "docker", "file_mounts")},
+        **{key: [] for key in ("cluster_synced_files", "initialization_commands", "rsync_exclude", "rsync_filter")},
+        **{f"{who}setup_commands": [] for who in ("", "head_", "worker_")},
+        **{f"{who}_start_ray_commands": [] for who in ("head", "worker")},
+        "file_mounts_sync_continuously": False,
+    }
+    path = Path(folder, "autoscaler.json")
+    path.write_text(json.dumps(config))
+    start = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
+    size = ["--num-cpus=1", "--num-gpus=0", "--include-dashboard=false", "--node-ip-address=127.0.0.1"]
+    head = subprocess.Popen(
+        [*start, *size, f"--autoscaling-config={path}"],
+        env={**os.environ, "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        os.environ["RAY_ADDRESS"] = f"127.0.0.1:{port}"
+        return _wait_for_nodes(folder, port)
+    finally:
+        ray.shutdown()
+        os.killpg(head.pid, signal.SIGKILL)
+
+
+def _wait_for_nodes(folder, port):
+    """What is said while the nodes are missing, and what the workers then saw."""
+    from raygpt.cluster import connected, has_autoscaler
+
+    deadline = time.monotonic() + 60
+    while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    with connected():
+        while not has_autoscaler() and time.monotonic() < deadline:
+            time.sleep(0.2)  # its first report
+        said = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())
+        logging.getLogger("raygpt").addHandler(handler)
+        return {"seen": run(folder, workers=2, accelerator="gpu"), "said": said}
+
+
+if __name__ == "__main__":
+    scenario, where = sys.argv[1:]
+    print("RESULT " + json.dumps({"gpus": gpus, "tpus": tpus, "autoscaler": autoscaler}[scenario](where)))

@@ -1,0 +1,79 @@
+"""Workers on nodes that are said to have GPUs and TPUs: where they are, what they may use, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import raygpt
+
+SCRIPT = Path(__file__).with_name("nodes.py")
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory):
+    """Run a scenario of nodes.py in a process and a cluster of its own."""
+
+    def run(name):
+        folder = tmp_path_factory.mktemp(name)
+        code = str(Path(raygpt.__file__).parents[1])
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), name, str(folder)],
+            env={**os.environ, "PYTHONPATH": code},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        assert results, done.stderr[-3000:]
+        return json.loads(results[-1].removeprefix("RESULT "))
+
+    return run
+
+
+def test_each_gpu_of_a_node_has_a_process_of_its_own(scenario):
+    result = scenario("gpus")
+    places = [(worker["node"], worker["environment"]["CUDA_VISIBLE_DEVICES"]) for worker in result["seen"]]
+    assert places == [("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")] or places == [
+        ("b", "0"),
+        ("b", "1"),
+        ("a", "0"),
+        ("a", "1"),
+    ]
+    for rank, worker in enumerate(result["seen"]):
+        assert worker["process"] == [rank, 4]  # of one JAX program
+        assert worker["ids"]["GPU"] == [worker["environment"]["CUDA_VISIBLE_DEVICES"]]
+        assert worker["environment"]["LD_LIBRARY_PATH"] == ""  # the driver's would hide the libraries in JAX's wheels
+        assert worker["environment"]["JAX_PLATFORMS"] == "cuda,cpu"
+        assert worker["environment"]["RAYGPT_TEST"] == "passed through"
+    assert result["refusal"] == (
+        "cluster.workers: 5 × 1 CPU, 1 GPU do not fit: the cluster has room for 4 (3 nodes, 6 CPU, 4 GPU); "
+        "write cluster.workers: 4, or add nodes"
+    )
+
+
+def test_a_tpu_slice_has_one_worker_for_each_host_with_all_of_its_chips(scenario):
+    result = scenario("tpus")
+    assert sorted(worker["node"] for worker in result["seen"]) == ["host-0", "host-1", "host-2", "host-3"]
+    for rank, worker in enumerate(result["seen"]):
+        assert worker["process"] == [rank, 4]
+        assert worker["ids"]["TPU"] == ["0", "1", "2", "3"]
+        assert worker["environment"]["TPU_VISIBLE_CHIPS"] == "0,1,2,3"
+        assert worker["environment"]["JAX_PLATFORMS"] == "tpu"
+        assert "CUDA_VISIBLE_DEVICES" not in worker["environment"]
+    three, eight, odd = result["refusals"]
+    assert "must be a multiple of 4" in three
+    assert "8 × 1 CPU, 4 TPU TPU-V6E in 4x4 do not fit: the cluster has room for 4" in eight
+    assert odd.startswith("cluster.topology: 2x3 of TPU-V6E is no slice")
+
+
+def test_where_an_autoscaler_can_bring_nodes_the_run_waits_and_says_for_what(scenario):
+    result = scenario("autoscaler")
+    assert result["said"] == [
+        "waiting for 2 × 1 CPU, 1 GPU: the cluster has room for 0, and its autoscaler is asked for the rest"
+    ]
+    assert [worker["process"] for worker in result["seen"]] == [[0, 2], [1, 2]]
+    assert [worker["ids"]["GPU"] for worker in result["seen"]] == [["0"], ["0"]]  # each on a node that came for it
