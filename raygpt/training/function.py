@@ -47,7 +47,7 @@ def run(
 
     with connected(cpus=cores() + asked.max_workers):
         mailbox = open_mailbox()
-        error = fit(function, config or {}, choose_workers(asked), folder, mailbox, see, [_Reports(mailbox)])
+        error = fit(function, config or {}, choose_workers(asked), folder, mailbox, see, callbacks=[_Reports(mailbox)])
     return Result(folder, reported, reported.pop("checkpoint", None), error)
 
 

@@ -22,7 +22,7 @@ from raygpt.corpus.mixture import Mixture, open_mixture
 from raygpt.corpus.prepare import Watch
 from raygpt.errors import RaygptError
 from raygpt.training import checkpoints, resume
-from raygpt.training.backend import JaxProcesses
+from raygpt.training.backend import Processes
 from raygpt.training.checkpoints import Checkpoint
 from raygpt.training.loop import Task
 from raygpt.training.plan import Plan, make_plan
@@ -118,15 +118,16 @@ def train(run: Prepared, watch: Callable[[Event], None] = lambda event: None) ->
             last.update(event if "event" not in event else {})
             watch(event)
 
-        mailbox = open_mailbox()
-        error = fit(work, {"task": task, "mailbox": mailbox}, choose_workers(run.recipe.cluster), folder, mailbox, see)
+        mailbox, workers = open_mailbox(), choose_workers(run.recipe.cluster)
+        config = {"task": task, "mailbox": mailbox}
+        error = fit(work, config, workers, folder, mailbox, see, engine=run.recipe.engine)
     checkpoint, _ = checkpoints.newest(folder)
     return Result(folder, last, checkpoint.folder if checkpoint else None, error)
 
 
 def open_mailbox() -> Any:
     """An actor that workers tell things, and that the driver asks; on its own node, which lives as long as it does."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    here: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return ray.remote(num_cpus=0, scheduling_strategy=here)(Mailbox).remote()
 
 
@@ -137,6 +138,8 @@ def fit(
     run_folder: str,
     mailbox: Any,
     watch: Callable[[Event], None],
+    *,
+    engine: str = "jax",
     callbacks: Sequence[Any] = (),
 ) -> BaseException | None:
     """Run a function in every worker; `watch` sees the mailbox's events as they come. What went wrong, if anything."""
@@ -146,7 +149,7 @@ def fit(
     trainer = DataParallelTrainer(
         function,
         train_loop_config=config,
-        backend_config=JaxConfig(use_tpu=True) if workers.accelerator == "tpu" else JaxProcesses(),
+        backend_config=JaxConfig(use_tpu=True) if workers.accelerator == "tpu" else Processes(engine),
         scaling_config=workers.scaling(),
         run_config=RunConfig(  # type: ignore[arg-type]  # Ray's annotation names the older class
             name=name, storage_path=home, worker_runtime_env=workers.runtime_env, callbacks=[*callbacks] or None

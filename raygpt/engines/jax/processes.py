@@ -7,8 +7,11 @@ from pathlib import Path
 CACHE = "~/.cache/raygpt/compiled"
 
 
-def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cpu_devices: int) -> None:
-    """Make this worker one of the processes. Everything is set before JAX looks for devices."""
+def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cores: int) -> None:
+    """Make this worker one of the processes. Everything is set before JAX looks for devices.
+
+    Each core is a device: XLA computes the small matrix products of small models on one core.
+    """
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")  # without CUDA in JAX this fails instead of crawling
@@ -16,7 +19,7 @@ def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cpu_d
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
         flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={cpu_devices}".strip()
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={cores}".strip()
     import jax
 
     if workers > 1:
