@@ -62,13 +62,10 @@ def _connect(address: str | None, cpus: int) -> None:
 
 
 def _present_token() -> None:
-    """`ray start` protects a cluster with a token, but a driver shows its own only when told to."""
-    has_token = Path("~/.ray/auth_token").expanduser().exists() or os.environ.keys() & {
-        "RAY_AUTH_TOKEN",
-        "RAY_AUTH_TOKEN_PATH",
-    }
-    if has_token:
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    """`ray start` protects a cluster with a token, which a driver that is given an address does not show by itself."""
+    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def _our_code() -> dict[str, Any]:
