@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -232,7 +233,7 @@ def assert_plain_mean(engine, windows):
 def sgd_step(engine, parameters, windows):
     """Loss, and the gradient as what a step with rate 1 takes off."""
     sgd = optax.sgd(1.0)
-    step = make_step(engine.recipe, engine._graph, sgd, xla, lambda x: x, VOCAB, optax.constant_schedule(1.0))
+    step = make_step(engine.recipe, engine._losses, sgd, optax.constant_schedule(1.0))
     state = State(parameters, sgd.init(parameters), jnp.zeros((), jnp.int32))
     after, metrics = jax.jit(step)(state, engine.put(windows))
     gradients = jax.tree.map(jnp.subtract, parameters, after.parameters)
@@ -293,6 +294,15 @@ def test_parameters_and_optimizer_of_an_fsdp_run_are_born_in_shares():
     compiled = jax.jit(engine._initial, out_shardings=engine._shardings).lower().compile().as_text()
     for leaf in matrices:
         assert f"f32[{','.join(map(str, leaf.shape))}]" not in compiled, "no device ever holds the whole"
+
+
+def test_no_device_holds_the_whole_batchs_activations_on_fsdp_and_tensor():
+    mesh = MESHES["data=2,fsdp=2,tensor=2"]
+    engine = JaxEngine(recipe(mesh), vocab=1000)  # with a smaller one, rows are cheaper to move than the table
+    compiled = engine._step.lower(engine.start(), engine.put(WINDOWS[0])).compile().as_text()
+    assert f"f32[{ROWS // 4},{CONTEXT},32]" in compiled  # a device's rows
+    for rows in (ROWS // 2, ROWS):
+        assert not re.search(rf"f32\[{rows},{CONTEXT},\d+\]", compiled)
 
 
 # Dropout

@@ -18,7 +18,7 @@ from raygpt.engines.jax.attention import Cache, choose_attention
 from raygpt.engines.jax.checkpoint import Saver, restore
 from raygpt.engines.jax.model import GPT
 from raygpt.engines.jax.optimizer import learning_rate, make_optimizer
-from raygpt.engines.jax.step import Batch, Metrics, State, make_score, make_step
+from raygpt.engines.jax.step import Batch, Losses, Metrics, State, make_losses, make_score, make_step
 
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "fp64": jnp.float64}
 
@@ -148,10 +148,12 @@ class JaxEngine:
 
     @cached_property
     def _step(self) -> Any:
-        step = make_step(
-            self.recipe, self._graph, self._optimizer, self._attention, self._constrain, self.vocab, self._learning_rate
-        )
+        step = make_step(self.recipe, self._losses, self._optimizer, self._learning_rate)
         return jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
+
+    @cached_property
+    def _losses(self) -> Losses:
+        return make_losses(self._graph, self._attention, self.mesh, self.vocab)
 
     def read(self, metrics: Metrics) -> dict[str, float]:
         """Wait for a step's metrics."""
@@ -166,11 +168,7 @@ class JaxEngine:
 
     @cached_property
     def _score(self) -> Any:
-        score = make_score(self._graph, self._attention, self._constrain, self.vocab)
-        return jax.jit(score, out_shardings=NamedSharding(self.mesh, P()))
-
-    def _constrain(self, x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, sharding.RESIDUAL))
+        return jax.jit(make_score(self._losses), out_shardings=NamedSharding(self.mesh, P()))
 
     # Sampling
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 Array = jax.Array
-CHUNK_BYTES = 2**30  # of fp32 logits at a time, over all devices of a micro-batch's rows
+CHUNK_BYTES = 2**30  # of fp32 logits at a time, on each device
 
 
 def chunk_count(tokens: int, time: int, vocab: int) -> int:

@@ -58,6 +58,24 @@ def parameter_shardings(mesh: Mesh, parameters: Any) -> Any:
     return jax.tree_util.tree_map_with_path(place, parameters)
 
 
+def constrain_residual(mesh: Mesh, x: jax.Array) -> jax.Array:
+    """The residual stream [rows, time, width] where it belongs."""
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, RESIDUAL))
+
+
+def gather_tables(mesh: Mesh, parameters: Any) -> Any:
+    """Parameters with fsdp's shares of the token tables together, as lookup and head need them.
+
+    Left to itself on fsdp × tensor, XLA looks the shares up and brings the whole batch's rows to every device instead.
+    """
+
+    def gather(table: Any) -> Any:
+        place = NamedSharding(mesh, _fitting(P("tensor", None), table["embedding"].shape, mesh))
+        return {"embedding": jax.lax.with_sharding_constraint(table["embedding"], place)}
+
+    return {**parameters, **{name: gather(parameters[name]) for name in ("tokens", "head") if name in parameters}}
+
+
 def _fitting(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
     """The spec without the axes that do not divide their dimension: such an array is repeated there instead."""
     return P(

@@ -5,19 +5,23 @@ divided by the global count of tokens, padding rows weigh nothing, and dropout k
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 from raygpt.config import Recipe
 from raygpt.engines.jax.attention import Attention
 from raygpt.engines.jax.loss import chunk_count, cross_entropy
-from raygpt.engines.jax.model import GPT, padded_vocab
+from raygpt.engines.jax.model import GPT
+from raygpt.engines.jax.sharding import constrain_residual, gather_tables
 
 Array = jax.Array
+Losses = Callable[..., tuple[Array, Array]]
 
 
 class State(NamedTuple):
@@ -44,24 +48,28 @@ class Metrics(NamedTuple):
     lr: Array
 
 
+def make_losses(graph: Any, attention: Attention, mesh: Mesh, vocab: int) -> Losses:
+    """The forward pass: (parameters, inputs, targets, weights, dropout's keys) to the weighted sum of the rows' losses
+    and each row's, a row's loss being the sum over its tokens."""
+
+    def losses(
+        parameters: Any, inputs: Array, targets: Array, weights: Array, keys: Array | None = None
+    ) -> tuple[Array, Array]:
+        model: GPT = nnx.merge(graph, gather_tables(mesh, parameters))
+        hidden = model(inputs, attention, keys, constrain=partial(constrain_residual, mesh))
+        axes, table = mesh.shape, model.table
+        tokens = inputs.size // (axes["data"] * axes["fsdp"] * axes["context"])  # of a device
+        chunks = chunk_count(tokens, inputs.shape[1] // axes["context"], len(table) // axes["tensor"])
+        return cross_entropy(hidden, table, targets, weights, vocab, chunks)
+
+    return losses
+
+
 def make_step(
-    recipe: Recipe,
-    graph: Any,
-    optimizer: optax.GradientTransformation,
-    attention: Attention,
-    constrain: Callable[[Array], Array],
-    vocab: int,
-    learning_rate: optax.Schedule,
+    recipe: Recipe, losses: Losses, optimizer: optax.GradientTransformation, learning_rate: optax.Schedule
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """The function to compile: (state, batch) to (state, metrics)."""
-    tokens, context = recipe.training.batch_tokens, recipe.model.context
-    seed, dropout = recipe.training.seed, recipe.model.dropout > 0
-
-    def loss(parameters: Any, inputs: Array, targets: Array, weights: Array, keys: Array | None) -> Array:
-        model: GPT = nnx.merge(graph, parameters)
-        hidden = model(inputs, attention, keys, constrain=constrain)
-        chunks = chunk_count(inputs.size, context, padded_vocab(vocab))
-        return cross_entropy(hidden, model.table, targets, weights, vocab, chunks)[0]
+    tokens, seed, dropout = recipe.training.batch_tokens, recipe.training.seed, recipe.model.dropout > 0
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         accumulation, micro_rows, _ = batch.inputs.shape
@@ -71,8 +79,8 @@ def make_step(
         def micro(total: tuple[Array, Any], part: tuple[Batch, Array]) -> tuple[tuple[Array, Any], None]:
             one, numbers = part
             keys = jax.vmap(jax.random.fold_in, (None, 0))(step_key, numbers) if dropout else None
-            value = jax.value_and_grad(loss)(state.parameters, one.inputs, one.targets, one.weights, keys)
-            return jax.tree.map(jnp.add, total, value), None
+            (value, _), gradients = jax.value_and_grad(losses, has_aux=True)(state.parameters, *one, keys)
+            return jax.tree.map(jnp.add, total, (value, gradients)), None
 
         zero = (jnp.zeros((), batch.weights.dtype), jax.tree.map(jnp.zeros_like, state.parameters))
         sums, _ = jax.lax.scan(micro, zero, (batch, row_numbers))
@@ -86,16 +94,10 @@ def make_step(
     return step
 
 
-def make_score(
-    graph: Any, attention: Attention, constrain: Callable[[Array], Array], vocab: int
-) -> Callable[[Any, Array, Array], Array]:
+def make_score(losses: Losses) -> Callable[[Any, Array, Array], Array]:
     """The function to compile: (parameters, inputs, targets) [rows, time] to the loss of each row, a mean over time."""
 
     def score(parameters: Any, inputs: Array, targets: Array) -> Array:
-        model: GPT = nnx.merge(graph, parameters)
-        hidden = model(inputs, attention, constrain=constrain)
-        chunks = chunk_count(inputs.size, inputs.shape[1], padded_vocab(vocab))
-        weights = jnp.zeros(len(inputs), jnp.promote_types(hidden.dtype, jnp.float32))
-        return cross_entropy(hidden, model.table, targets, weights, vocab, chunks)[1] / inputs.shape[1]
+        return losses(parameters, inputs, targets, jnp.zeros(len(inputs)))[1] / inputs.shape[1]
 
     return score
