@@ -18,6 +18,7 @@ import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
 from raygpt.config import Model, Training  # noqa: E402
+from raygpt.engines.jax import loss as loss_module  # noqa: E402
 from raygpt.engines.jax import model as model_module  # noqa: E402
 from raygpt.engines.jax.attention import xla  # noqa: E402
 from raygpt.engines.jax.engine import JaxEngine, choose_precision  # noqa: E402
@@ -303,6 +304,17 @@ def test_no_device_holds_the_whole_batchs_activations_on_fsdp_and_tensor():
     assert f"f32[{ROWS // 4},{CONTEXT},32]" in compiled  # a device's rows
     for rows in (ROWS // 2, ROWS):
         assert not re.search(rf"f32\[{rows},{CONTEXT},\d+\]", compiled)
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "data=2,fsdp=2,tensor=2", "fsdp=2,tensor=2,context=2"])
+def test_the_tables_gradient_is_exchanged_after_the_last_chunk_of_logits(mesh, monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 2**12)
+    engine = JaxEngine(recipe(MESHES[mesh]), vocab=1000)
+    compiled = engine._step.lower(engine.start(), engine.put(WINDOWS[0])).compile().as_text()
+    assert re.search(r"while/body/closed_call/jvp\(\)/while/body/closed_call/rctv,rctd->rcvd", compiled), "in chunks"
+    exchanged = [line for line in compiled.splitlines() if re.search(r" (all-reduce|reduce-scatter)\(", line)]
+    assert exchanged
+    assert not [line for line in exchanged if "rctv,rctd->rcvd" in line]
 
 
 # Dropout

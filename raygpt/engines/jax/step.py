@@ -6,6 +6,7 @@ divided by the global count of tokens, padding rows weigh nothing, and dropout k
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -58,9 +59,9 @@ def make_losses(graph: Any, attention: Attention, mesh: Mesh, vocab: int) -> Los
         model: GPT = nnx.merge(graph, gather_tables(mesh, parameters))
         hidden = model(inputs, attention, keys, constrain=partial(constrain_residual, mesh))
         axes, table = mesh.shape, model.table
-        tokens = inputs.size // (axes["data"] * axes["fsdp"] * axes["context"])  # of a device
-        chunks = chunk_count(tokens, inputs.shape[1] // axes["context"], len(table) // axes["tensor"])
-        return cross_entropy(hidden, table, targets, weights, vocab, chunks)
+        shards = axes["data"] * axes["fsdp"], axes["context"]
+        chunks = chunk_count(inputs.size // prod(shards), len(table) // axes["tensor"])
+        return cross_entropy(hidden, table, targets, weights, vocab, chunks, shards)
 
     return losses
 
