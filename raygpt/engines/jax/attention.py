@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 Array = jax.Array
 Attention = Callable[[Array, Array, Array], Array]  # query, key, value [rows, time, heads, head_dim] to the same shape
+KEPT = "attention"  # the name of what a fused kernel's backward pass needs, for jax.checkpoint
 
 
 def xla(query: Array, key: Array, value: Array) -> Array:

@@ -16,8 +16,9 @@ from raygpt.config import Recipe
 from raygpt.engines.jax import sharding
 from raygpt.engines.jax.attention import Cache, choose_attention
 from raygpt.engines.jax.checkpoint import Saver, restore
-from raygpt.engines.jax.model import GPT
+from raygpt.engines.jax.model import GPT, Layers
 from raygpt.engines.jax.optimizer import learning_rate, make_optimizer
+from raygpt.engines.jax.scaling import Scale
 from raygpt.engines.jax.step import Batch, Losses, Metrics, State, make_losses, make_score, make_step
 
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "fp64": jnp.float64}
@@ -30,6 +31,11 @@ def choose_precision(wanted: str, device: Any) -> str:
     if device.platform == "gpu":
         return "bf16" if float(getattr(device, "compute_capability", "8.0")) >= 8 else "fp16"
     return "bf16" if device.platform == "tpu" else "fp32"
+
+
+def choose_compile(wanted: str, device: Any) -> bool:
+    """Whether the layers are one loop. A GPU runs them faster one after another, though it compiles them longer."""
+    return device.platform != "gpu" if wanted == "auto" else wanted == "scanned"
 
 
 class JaxEngine:
@@ -53,7 +59,7 @@ class JaxEngine:
         self._param_dtype = jnp.promote_types(self._dtype, jnp.float32)
         self._attention, self._attention_name = choose_attention(self._device.platform, self._dtype, self.mesh)
         self._optimizer = make_optimizer(recipe)
-        self._learning_rate = learning_rate(recipe)
+        self._layers = Layers(choose_compile(recipe.training.compile, self._device), recipe.training.remat)
 
     @property
     def _device(self) -> Any:
@@ -83,7 +89,7 @@ class JaxEngine:
 
     def _initial(self) -> State:
         parameters = nnx.to_pure_dict(nnx.split(self._model())[1])
-        return State(parameters, self._optimizer.init(parameters), jnp.zeros((), jnp.int32))
+        return State(parameters, self._optimizer.init(parameters), jnp.zeros((), jnp.int32), Scale.first())
 
     @cached_property
     def _graph(self) -> Any:
@@ -148,12 +154,13 @@ class JaxEngine:
 
     @cached_property
     def _step(self) -> Any:
-        step = make_step(self.recipe, self._losses, self._optimizer, self._learning_rate)
+        scaled = self.precision == "fp16"
+        step = make_step(self.recipe, self._losses, self._optimizer, learning_rate(self.recipe), scaled)
         return jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
 
     @cached_property
     def _losses(self) -> Losses:
-        return make_losses(self._graph, self._attention, self.mesh, self.vocab)
+        return make_losses(self._graph, self._attention, self.mesh, self.vocab, self._layers)
 
     def read(self, metrics: Metrics) -> dict[str, float]:
         """Wait for a step's metrics."""

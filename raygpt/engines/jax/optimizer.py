@@ -11,17 +11,18 @@ DECAYED = ("kernel", "embedding")  # matrices; the rest are biases and the scale
 
 
 def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Clip by the global norm where asked for, then AdamW."""
+    """Clip by the global norm where asked for, then AdamW at a rate of -1.
+
+    The rate is the step's and applied there: a step that is left out does not count here, but it does for the rate.
+    """
     settings = recipe.optimizer
-    adamw = optax.adamw(
-        learning_rate(recipe),
-        b1=settings.betas[0],
-        b2=settings.betas[1],
-        eps=settings.epsilon,
-        weight_decay=settings.weight_decay,
-        mask=_matrices if settings.decay == "matrices" else None,
-    )
-    return adamw if settings.clip is None else optax.chain(optax.clip_by_global_norm(settings.clip), adamw)
+    parts = [
+        optax.scale_by_adam(b1=settings.betas[0], b2=settings.betas[1], eps=settings.epsilon),
+        optax.add_decayed_weights(settings.weight_decay, _matrices if settings.decay == "matrices" else None),
+    ]
+    if settings.clip is not None:
+        parts.insert(0, optax.clip_by_global_norm(settings.clip))
+    return optax.chain(*parts)
 
 
 def learning_rate(recipe: Recipe) -> optax.Schedule:
