@@ -167,7 +167,11 @@ for step in range(len(windows)):
     numbers.append([engine.read(metrics)[key] for key in ("loss", "grad_norm")])
 text = sample(engine, state, windows[0, :2, :3], 4, temperature=0.0).tolist()
 scores = engine.score(state, windows[0]).tolist()
-print(json.dumps(dict(rows=engine.rows, numbers=numbers, scores=scores, text=text)))
+weights = engine.gather(state)
+loaded = engine.gather(engine.load(weights))
+table, again = (w.parameters["transformer.wte.weight"][:4].tolist() for w in (weights, loaded))
+told = dict(rows=engine.rows, numbers=numbers, scores=scores, text=text, step=weights.step, table=table, again=again)
+print(json.dumps(told))
 """
 
 
@@ -193,6 +197,9 @@ def test_two_processes_share_the_rows_and_get_the_numbers_of_one_device(one_devi
     for said in (first, second):
         np.testing.assert_allclose(said["numbers"], one_device[1], rtol=1e-9)
         np.testing.assert_allclose(said["scores"], one_device[3], rtol=1e-9)
+        assert said["step"] == STEPS
+        np.testing.assert_allclose(said["table"], one_device[2]["tokens"]["embedding"][:4], rtol=1e-6, atol=1e-9)
+        assert said["again"] == said["table"]
     assert np.shape(first["text"]) == (2, 4)
     assert first["text"] == second["text"]
 

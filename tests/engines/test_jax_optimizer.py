@@ -187,3 +187,11 @@ def test_no_step_has_a_rate_of_zero_and_the_end_is_reached_after_the_last(kind, 
 
 def test_a_run_that_only_warms_up_never_falls():
     assert rates("cosine", 4, range(4), warmup_steps=4) == pytest.approx(WARM_UP)
+
+
+def test_a_state_has_one_structure_whatever_the_settings():
+    tree = {"norm": {"scale": jnp.ones(2)}}
+    choices = [
+        recipe(optimizer__clip=clip, optimizer__decay=decay) for clip in (1.0, None) for decay in ("matrices", "all")
+    ]
+    assert len({jax.tree.structure(make_optimizer(choice).init(tree)) for choice in choices}) == 1

@@ -7,16 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from raygpt.config import Recipe
+from raygpt.engines.base import Arrays, Weights
 from raygpt.engines.jax import sharding
 from raygpt.engines.jax.attention import Cache, choose_attention
 from raygpt.engines.jax.checkpoint import Saver, restore
 from raygpt.engines.jax.model import GPT, Layers
+from raygpt.engines.jax.names import from_hugging_face, to_weights
 from raygpt.engines.jax.optimizer import learning_rate, make_optimizer
 from raygpt.engines.jax.scaling import Scale
 from raygpt.engines.jax.step import Batch, Losses, Metrics, State, make_losses, make_score, make_step
@@ -115,6 +118,27 @@ class JaxEngine:
         """The state that was saved there, on whatever mesh."""
         return restore(folder, jax.eval_shape(self._initial), self._shardings)
 
+    def gather(self, state: State) -> Weights:
+        """All of a state as arrays of this host; every process takes part, one array after another."""
+        whole = jax.tree.map(sharding.on_this_host, state)
+        means, squares = (optax.tree.get(whole.optimizer, name) for name in ("mu", "nu"))
+        return to_weights(whole.parameters, means, squares, whole.step, self.recipe.model, self.vocab)
+
+    def load(self, weights: Weights) -> State:
+        """A state with those parameters; averages that are not given are zero, as before step 0."""
+        shapes = jax.eval_shape(self._initial)
+        named = (weights.parameters, weights.means, weights.squares)
+        parameters, means, squares = (self._from_names(arrays, shapes.parameters) for arrays in named)
+        step = jnp.asarray(weights.step, jnp.int32)
+        optimizer = optax.tree.set(shapes.optimizer, mu=means, nu=squares, count=step)
+        state = State(parameters, optimizer, step, Scale.first())
+        return jax.tree.map(sharding.from_this_host, state, self._shardings)
+
+    def _from_names(self, arrays: Arrays, shapes: Any) -> Any:
+        if not arrays:
+            return jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), shapes)
+        return from_hugging_face(arrays, shapes, self.recipe.model, self.vocab)
+
     # Rows in, numbers out
 
     @cached_property
@@ -141,7 +165,7 @@ class JaxEngine:
         return Batch(self._put(cut[..., :-1]), self._put(cut[..., 1:]), self._weights)
 
     def _put(self, array: NDArray[Any], spec: P = sharding.BATCH) -> jax.Array:
-        return jax.make_array_from_callback(array.shape, NamedSharding(self.mesh, spec), array.__getitem__)
+        return sharding.from_this_host(array, NamedSharding(self.mesh, spec))
 
     @cached_property
     def _weights(self) -> jax.Array:
