@@ -60,7 +60,7 @@ class JaxEngine:
         self.precision = precision or choose_precision(recipe.model.precision, self._device)
         self._dtype = DTYPES[self.precision]
         self._param_dtype = jnp.promote_types(self._dtype, jnp.float32)
-        self._attention, self._attention_name = choose_attention(self._device.platform, self._dtype, self.mesh)
+        self._attention, self._attention_name = choose_attention(self._device, self._dtype, self.mesh, recipe.model)
         self._optimizer = make_optimizer(recipe)
         self._layers = Layers(choose_compile(recipe.training.compile, self._device), recipe.training.remat)
 
