@@ -8,8 +8,11 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
+from jax.sharding import NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from raygpt.engines.jax.attention import Cache, cached, choose_attention, cudnn, xla  # noqa: E402
+from raygpt.config import Model  # noqa: E402
+from raygpt.engines.jax.attention import Cache, cached, choose_attention, cudnn, splash, xla  # noqa: E402
 from raygpt.engines.jax.sharding import make_mesh  # noqa: E402
 
 SHAPES = [(1, 1, 1, 4), (2, 7, 3, 5), (3, 16, 2, 8)]  # rows, time, heads, head_dim
@@ -84,14 +87,63 @@ def test_with_a_cache_every_position_is_as_without(pieces):
         start += length
 
 
+# On several devices, by JAX's kernel for TPUs
+
+
+MESH = {"data": 2, "fsdp": 2, "tensor": 2, "context": 1}
+
+
+@pytest.mark.parametrize(("time", "size"), [(128, 64), (384, 64), (256, 80)])
+def test_splash_computes_the_formula_and_its_gradients(time, size):
+    query, key, value = draw((4, time, 2, size))
+    towards = jnp.asarray(np.random.default_rng(1).normal(size=query.shape), jnp.float32)
+    mixed, back = jax.vjp(splash(make_mesh(MESH), interpret=True), query, key, value)
+    expected, right = jax.vjp(xla, query, key, value)
+    np.testing.assert_allclose(mixed, expected, atol=1e-5)
+    for gradient, theirs in zip(back(towards), right(towards), strict=True):
+        np.testing.assert_allclose(gradient, theirs, atol=2e-5)
+
+
+def test_splash_keeps_rows_and_heads_where_they_are():
+    mesh = make_mesh(MESH)
+    place = NamedSharding(mesh, P(("data", "fsdp"), None, "tensor", None))
+    placed = [jax.ShapeDtypeStruct((4, 128, 2, 64), jnp.float32, sharding=place)] * 3
+    compiled = jax.jit(splash(mesh, interpret=True)).lower(*placed).compile()
+    assert compiled.output_shardings.is_equivalent_to(place, 4)
+    assert not re.search("all-(gather|reduce|to-all)", compiled.as_text())
+
+
+# The choice
+
+
+class Device:
+    def __init__(self, platform, capability="9.0"):
+        self.platform, self.compute_capability = platform, capability
+
+
+def chosen(platform, dtype=jnp.bfloat16, capability="9.0", mesh=None, **model):
+    sizes = {"heads": 4, "width": 256, "context": 256, **model}
+    mesh = make_mesh({"data": -1, "fsdp": 1, "tensor": 1, "context": 1, **(mesh or {})})
+    return choose_attention(Device(platform, capability), dtype, mesh, Model(**sizes))[1]
+
+
 def test_each_device_gets_the_kernel_it_has():
-    whole = make_mesh({"data": 8, "fsdp": 1, "tensor": 1, "context": 1})
-    shared = make_mesh({"data": 4, "fsdp": 1, "tensor": 1, "context": 2})
-    assert choose_attention("gpu", jnp.bfloat16, whole) == (cudnn, "cuDNN")
-    assert choose_attention("gpu", jnp.float16, whole) == (cudnn, "cuDNN")
-    assert choose_attention("gpu", jnp.float32, whole) == (xla, "XLA")  # cuDNN has none for fp32
-    assert choose_attention("gpu", jnp.bfloat16, shared) == (xla, "XLA")  # nor for a row on two devices
-    assert choose_attention("cpu", jnp.float32, whole) == (xla, "XLA")
+    assert chosen("gpu") == chosen("gpu", jnp.float16) == chosen("gpu", capability="8.0") == "cuDNN"
+    assert chosen("tpu") == chosen("tpu", mesh={"tensor": 4}) == "Splash"
+    assert chosen("cpu") == "XLA"
+
+
+def test_what_a_kernel_cannot_do_is_left_to_xla():
+    assert chosen("gpu", jnp.float32) == "XLA"
+    assert chosen("gpu", jnp.float16, "7.5") == "XLA"  # a T4
+    assert chosen("gpu", mesh={"context": 2}) == chosen("tpu", mesh={"context": 2}) == "XLA"  # a row on two devices
+    assert chosen("gpu", heads=4, width=80) == "XLA"  # heads of 20
+    assert chosen("gpu", heads=1, width=256) == "cuDNN"
+    assert chosen("gpu", heads=1, width=264) == "XLA"
+    assert chosen("gpu", capability="8.9", heads=1, width=128) == "cuDNN"
+    assert chosen("gpu", capability="8.9", heads=1, width=136) == "XLA"
+    assert chosen("tpu", context=192) == "XLA"  # blocks are multiples of 128
+    assert chosen("tpu", heads=2, mesh={"tensor": 4}) == "XLA"
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")

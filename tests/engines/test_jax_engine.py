@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,10 +18,12 @@ import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
 from raygpt.config import Model, Training  # noqa: E402
+from raygpt.engines.jax import loss as loss_module  # noqa: E402
 from raygpt.engines.jax import model as model_module  # noqa: E402
 from raygpt.engines.jax.attention import xla  # noqa: E402
-from raygpt.engines.jax.engine import JaxEngine, choose_precision  # noqa: E402
-from raygpt.engines.jax.model import GPT, dropout  # noqa: E402
+from raygpt.engines.jax.engine import JaxEngine, choose_compile, choose_precision  # noqa: E402
+from raygpt.engines.jax.model import GPT, Layers, dropout  # noqa: E402
+from raygpt.engines.jax.scaling import Scale  # noqa: E402
 from raygpt.engines.jax.step import State, make_step  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
 
@@ -164,7 +167,11 @@ for step in range(len(windows)):
     numbers.append([engine.read(metrics)[key] for key in ("loss", "grad_norm")])
 text = sample(engine, state, windows[0, :2, :3], 4, temperature=0.0).tolist()
 scores = engine.score(state, windows[0]).tolist()
-print(json.dumps(dict(rows=engine.rows, numbers=numbers, scores=scores, text=text)))
+weights = engine.gather(state)
+loaded = engine.gather(engine.load(weights))
+table, again = (w.parameters["transformer.wte.weight"][:4].tolist() for w in (weights, loaded))
+told = dict(rows=engine.rows, numbers=numbers, scores=scores, text=text, step=weights.step, table=table, again=again)
+print(json.dumps(told))
 """
 
 
@@ -190,6 +197,9 @@ def test_two_processes_share_the_rows_and_get_the_numbers_of_one_device(one_devi
     for said in (first, second):
         np.testing.assert_allclose(said["numbers"], one_device[1], rtol=1e-9)
         np.testing.assert_allclose(said["scores"], one_device[3], rtol=1e-9)
+        assert said["step"] == STEPS
+        np.testing.assert_allclose(said["table"], one_device[2]["tokens"]["embedding"][:4], rtol=1e-6, atol=1e-9)
+        assert said["again"] == said["table"]
     assert np.shape(first["text"]) == (2, 4)
     assert first["text"] == second["text"]
 
@@ -231,9 +241,8 @@ def assert_plain_mean(engine, windows):
 
 def sgd_step(engine, parameters, windows):
     """Loss, and the gradient as what a step with rate 1 takes off."""
-    sgd = optax.sgd(1.0)
-    step = make_step(engine.recipe, engine._graph, sgd, xla, lambda x: x, VOCAB, optax.constant_schedule(1.0))
-    state = State(parameters, sgd.init(parameters), jnp.zeros((), jnp.int32))
+    step = make_step(engine.recipe, engine._losses, optax.identity(), optax.constant_schedule(1.0))
+    state = State(parameters, optax.EmptyState(), jnp.zeros((), jnp.int32), Scale.first())
     after, metrics = jax.jit(step)(state, engine.put(windows))
     gradients = jax.tree.map(jnp.subtract, parameters, after.parameters)
     assert float(metrics.grad_norm) == pytest.approx(float(optax.tree.norm(gradients)), rel=1e-3)
@@ -295,6 +304,26 @@ def test_parameters_and_optimizer_of_an_fsdp_run_are_born_in_shares():
         assert f"f32[{','.join(map(str, leaf.shape))}]" not in compiled, "no device ever holds the whole"
 
 
+def test_no_device_holds_the_whole_batchs_activations_on_fsdp_and_tensor():
+    mesh = MESHES["data=2,fsdp=2,tensor=2"]
+    engine = JaxEngine(recipe(mesh), vocab=1000)  # with a smaller one, rows are cheaper to move than the table
+    compiled = engine._step.lower(engine.start(), engine.put(WINDOWS[0])).compile().as_text()
+    assert f"f32[{ROWS // 4},{CONTEXT},32]" in compiled  # a device's rows
+    for rows in (ROWS // 2, ROWS):
+        assert not re.search(rf"f32\[{rows},{CONTEXT},\d+\]", compiled)
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "data=2,fsdp=2,tensor=2", "fsdp=2,tensor=2,context=2"])
+def test_the_tables_gradient_is_exchanged_after_the_last_chunk_of_logits(mesh, monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 2**12)
+    engine = JaxEngine(recipe(MESHES[mesh]), vocab=1000)
+    compiled = engine._step.lower(engine.start(), engine.put(WINDOWS[0])).compile().as_text()
+    assert re.search(r"while/body/closed_call/jvp\(\)/while/body/closed_call/rctv,rctd->rcvd", compiled), "in chunks"
+    exchanged = [line for line in compiled.splitlines() if re.search(r" (all-reduce|reduce-scatter)\(", line)]
+    assert exchanged
+    assert not [line for line in exchanged if "rctv,rctd->rcvd" in line]
+
+
 # Dropout
 
 
@@ -333,7 +362,7 @@ def test_the_embedding_and_both_branches_of_each_layer_drop_each_by_a_mask_of_it
     monkeypatch.setattr(model_module, "dropout", lambda x, keys, site, rate: sites.append((int(site), rate)) or x)
     sizes = Model(layers=3, heads=2, width=8, context=4, dropout=0.25)
     gpt = GPT(sizes, VOCAB, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-    gpt(jnp.zeros((1, 4), jnp.int32), xla, keys_of([0]), scan=False)
+    gpt(jnp.zeros((1, 4), jnp.int32), xla, keys_of([0]), layers=Layers(scanned=False))
     assert sites == [(site, 0.25) for site in range(7)]
 
 
@@ -341,7 +370,7 @@ def test_scanned_and_unrolled_layers_drop_the_same():
     sizes = Model(layers=3, heads=2, width=8, context=4, dropout=0.5)
     gpt = GPT(sizes, VOCAB, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
     ids, keys = jnp.arange(8).reshape(2, 4), keys_of([0, 1])
-    np.testing.assert_allclose(gpt(ids, xla, keys), gpt(ids, xla, keys, scan=False), atol=1e-6)
+    np.testing.assert_allclose(gpt(ids, xla, keys), gpt(ids, xla, keys, layers=Layers(scanned=False)), atol=1e-6)
     assert not np.allclose(gpt(ids, xla, keys), gpt(ids, xla), atol=1e-2)
 
 
@@ -395,11 +424,20 @@ def test_xaviers_limits_are_those_of_the_matrices_that_the_tutorial_has():
         (blocks["out"]["kernel"], square),
         (blocks["up"]["kernel"], np.sqrt(6 / (width + hidden))),
         (blocks["down"]["kernel"], np.sqrt(6 / (width + hidden))),
-        (tree["positions"]["embedding"], np.sqrt(6 / (32 + width))),
-        (tree["tokens"]["embedding"], np.sqrt(6 / (512 + width))),
+        (tree["head"]["embedding"], np.sqrt(6 / (512 + width))),
     ]:
         assert 0.99 * limit < np.abs(values).max() <= limit
         assert values.std() == pytest.approx(limit / np.sqrt(3), rel=0.03)  # uniform
+
+
+@pytest.mark.parametrize(("name", "rows"), [("tokens", 512), ("positions", 32)])
+def test_beside_xaviers_kernels_embeddings_are_what_flax_makes_them(name, rows):
+    values = initial("xavier")[name]["embedding"]
+    flax = np.asarray(nnx.Embed(rows, 64, rngs=nnx.Rngs(1)).embedding[...])
+    assert values.shape == flax.shape
+    for ours in (values, flax):
+        assert ours.std() == pytest.approx(64**-0.5, rel=4 / np.sqrt(2 * ours.size))
+        assert np.abs(ours).max() > 3 * 64**-0.5  # normal: a uniform one ends at 1.7
 
 
 @pytest.mark.parametrize("init", ["gpt2", "xavier"])
@@ -450,6 +488,20 @@ class Device:
 )
 def test_precision_is_the_recipes_or_the_devices_best(wanted, device, chosen):
     assert choose_precision(wanted, device) == chosen
+
+
+@pytest.mark.parametrize(
+    ("wanted", "platform", "scanned"),
+    [
+        ("auto", "cpu", True),
+        ("auto", "tpu", True),
+        ("auto", "gpu", False),
+        ("scanned", "gpu", True),
+        ("unrolled", "cpu", False),
+    ],
+)
+def test_layers_are_one_loop_where_the_recipe_or_the_device_wants_it(wanted, platform, scanned):
+    assert choose_compile(wanted, Device(platform)) == scanned
 
 
 def test_it_says_what_computes():

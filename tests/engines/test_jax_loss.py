@@ -103,16 +103,24 @@ def shapes(text):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "time", "vocab", "count"),
+    ("tokens", "vocab", "count"),
     [
-        (12 * 64, 64, 128, 1),  # 0.4 MB: at once
-        (8 * 1024, 1024, 50304, 2),  # 1.6 GB of logits
-        (32 * 1024, 1024, 50304, 8),  # 6.6 GB would be 7 chunks, but 8 divides 1024
-        (30 * 1000, 1000, 50304, 8),  # 6.0 GB would be 6 chunks: 8 is the next that divides 1000
-        (2**20, 4, 50304, 4),  # no finer than a token
-        (2**28, 1024, 1, 1),  # just 2^30 bytes
-        (2**28 + 1024, 1024, 1, 2),
+        (12 * 64, 128, 1),  # 0.4 MB: at once
+        (8 * 1024, 50304, 2),  # 1.6 GB of logits
+        (32 * 1024, 50304, 8),  # 6.6 GB would be 7 chunks, but 8 divides 32768
+        (30 * 1000, 50304, 6),
+        (7, 2**30, 7),  # no finer than a token
+        (2**28, 1, 1),  # just 2^30 bytes
+        (2**28 + 1024, 1, 2),
     ],
 )
-def test_time_is_cut_into_the_fewest_chunks_that_divide_it_and_stay_below_a_gibibyte(tokens, time, vocab, count):
-    assert chunk_count(tokens, time, vocab) == count
+def test_tokens_are_cut_into_the_fewest_equal_chunks_that_stay_below_a_gibibyte(tokens, vocab, count):
+    assert chunk_count(tokens, vocab) == count
+
+
+@pytest.mark.parametrize("shards", [(3, 1), (1, 2), (3, 4)])
+def test_tokens_shared_out_over_devices_give_the_same(shards):
+    hidden, table, targets, scale = inputs()
+    total = lambda h, t, shards: cross_entropy(h, t, targets, scale, VOCAB, 3, shards)  # noqa: E731
+    ours, whole = (jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, table, s) for s in (shards, (1, 1)))
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6), ours, whole)

@@ -13,7 +13,7 @@ from flax import nnx  # noqa: E402
 from raygpt.config import Model  # noqa: E402
 from raygpt.engines.jax.attention import xla  # noqa: E402
 from raygpt.engines.jax.loss import cross_entropy  # noqa: E402
-from raygpt.engines.jax.model import GPT, padded_vocab  # noqa: E402
+from raygpt.engines.jax.model import GPT, Layers, padded_vocab  # noqa: E402
 from raygpt.engines.jax.names import from_hugging_face, to_hugging_face  # noqa: E402
 
 SHAPES = [  # layers, heads, width, context, vocab
@@ -63,7 +63,7 @@ def test_logits_equal_hugging_faces(shape, scan, tied):
     *_, context, vocab = shape
     ids = np.random.default_rng(0).integers(0, vocab, (3, context))
     gpt = nnx.merge(graph, parameters)
-    logits = gpt(jnp.asarray(ids), xla, scan=scan) @ gpt.table.T
+    logits = gpt(jnp.asarray(ids), xla, layers=Layers(scanned=scan)) @ gpt.table.T
     with torch.no_grad():
         expected = reference(torch.from_numpy(ids)).logits.numpy()
     assert logits.shape == (3, context, padded_vocab(vocab))

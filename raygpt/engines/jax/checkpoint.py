@@ -3,7 +3,14 @@
 from typing import Any
 
 import jax
+import numpy as np
+import optax
 import orbax.checkpoint as ocp
+
+from raygpt.config import Model
+from raygpt.engines.base import Weights
+from raygpt.engines.jax.names import to_weights
+from raygpt.engines.jax.sharding import shape_at
 
 
 class Saver:
@@ -23,5 +30,14 @@ class Saver:
 
 def restore(folder: str, shapes: Any, shardings: Any) -> Any:
     """The state in a folder, each array laid out as its sharding says."""
-    target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    return ocp.StandardCheckpointer().restore(folder, target)
+    return ocp.StandardCheckpointer().restore(folder, jax.tree.map(shape_at, shapes, shardings))
+
+
+def read_weights(folder: str, model: Model, vocab: int) -> Weights:
+    """The state in a folder as arrays of this host, whatever mesh wrote it and whatever devices are here."""
+    orbax = ocp.PyTreeCheckpointer()
+    saved = orbax.metadata(folder).item_metadata.tree
+    as_arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
+    state = orbax.restore(folder, restore_args=as_arrays)
+    means, squares = (optax.tree.get(state["optimizer"], name) for name in ("mu", "nu"))
+    return to_weights(state["parameters"], means, squares, state["step"], model, vocab)

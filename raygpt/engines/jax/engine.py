@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -14,14 +15,16 @@ from numpy.typing import NDArray
 
 from raygpt.cluster import cores, host_memory
 from raygpt.config import Recipe
-from raygpt.engines.base import Devices
+from raygpt.engines.base import Arrays, Devices, Weights
 from raygpt.engines.jax import sharding
 from raygpt.engines.jax.attention import Cache, choose_attention
 from raygpt.engines.jax.checkpoint import Saver, restore
-from raygpt.engines.jax.model import GPT
+from raygpt.engines.jax.model import GPT, Layers
+from raygpt.engines.jax.names import from_hugging_face, to_weights
 from raygpt.engines.jax.optimizer import learning_rate, make_optimizer
 from raygpt.engines.jax.processes import keep_compiled
-from raygpt.engines.jax.step import Batch, Metrics, State, make_score, make_step
+from raygpt.engines.jax.scaling import Scale
+from raygpt.engines.jax.step import Batch, Losses, Metrics, State, make_losses, make_score, make_step
 
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "fp64": jnp.float64}
 
@@ -37,19 +40,21 @@ def choose_precision(wanted: str, device: Any) -> str:
 
 def find_devices(recipe: Recipe) -> Devices:
     """The devices of all processes that joined, as a recipe uses them."""
-    devices = jax.devices()
-    dtype = DTYPES[choose_precision(recipe.model.precision, devices[0])]
-    mesh = sharding.make_mesh(recipe.cluster.mesh.sizes(), devices)
-    _, kernel = choose_attention(devices[0].platform, dtype, mesh)
-    return Devices(
-        len(devices), _memory(jax.local_devices()[0]), jnp.dtype(dtype).itemsize, keeps_scores=kernel == "XLA"
-    )
+    device, mesh = jax.local_devices()[0], sharding.make_mesh(recipe.cluster.mesh.sizes())
+    dtype = DTYPES[choose_precision(recipe.model.precision, device)]
+    _, kernel = choose_attention(device, dtype, mesh, recipe.model)
+    return Devices(mesh.size, _memory(device), jnp.dtype(dtype).itemsize, keeps_scores=kernel == "XLA")
 
 
 def _memory(device: Any) -> int:
     """Bytes that a device has for us; a CPU device's are its share of the host's."""
     stats = device.memory_stats() or {}
     return int(stats.get("bytes_limit") or host_memory() // max(cores(), jax.local_device_count()))
+
+
+def choose_compile(wanted: str, device: Any) -> bool:
+    """Whether the layers are one loop. A GPU runs them faster one after another, though it compiles them longer."""
+    return device.platform != "gpu" if wanted == "auto" else wanted == "scanned"
 
 
 class JaxEngine:
@@ -71,9 +76,9 @@ class JaxEngine:
         self.precision = precision or choose_precision(recipe.model.precision, self._device)
         self._dtype = DTYPES[self.precision]
         self._param_dtype = jnp.promote_types(self._dtype, jnp.float32)
-        self._attention, self._attention_name = choose_attention(self._device.platform, self._dtype, self.mesh)
+        self._attention, self._attention_name = choose_attention(self._device, self._dtype, self.mesh, recipe.model)
         self._optimizer = make_optimizer(recipe)
-        self._learning_rate = learning_rate(recipe)
+        self._layers = Layers(choose_compile(recipe.training.compile, self._device), recipe.training.remat)
 
     @property
     def _device(self) -> Any:
@@ -103,7 +108,7 @@ class JaxEngine:
 
     def _initial(self) -> State:
         parameters = nnx.to_pure_dict(nnx.split(self._model())[1])
-        return State(parameters, self._optimizer.init(parameters), jnp.zeros((), jnp.int32))
+        return State(parameters, self._optimizer.init(parameters), jnp.zeros((), jnp.int32), Scale.first())
 
     @cached_property
     def _graph(self) -> Any:
@@ -128,6 +133,27 @@ class JaxEngine:
     def restore(self, folder: str) -> State:
         """The state that was saved there, on whatever mesh."""
         return restore(folder, jax.eval_shape(self._initial), self._shardings)
+
+    def gather(self, state: State) -> Weights:
+        """All of a state as arrays of this host; every process takes part, one array after another."""
+        whole = jax.tree.map(sharding.on_this_host, state)
+        means, squares = (optax.tree.get(whole.optimizer, name) for name in ("mu", "nu"))
+        return to_weights(whole.parameters, means, squares, whole.step, self.recipe.model, self.vocab)
+
+    def load(self, weights: Weights) -> State:
+        """A state with those parameters; averages that are not given are zero, as before step 0."""
+        shapes = jax.eval_shape(self._initial)
+        named = (weights.parameters, weights.means, weights.squares)
+        parameters, means, squares = (self._from_names(arrays, shapes.parameters) for arrays in named)
+        step = jnp.asarray(weights.step, jnp.int32)
+        optimizer = optax.tree.set(shapes.optimizer, mu=means, nu=squares, count=step)
+        state = State(parameters, optimizer, step, Scale.first())
+        return jax.tree.map(sharding.from_this_host, state, self._shardings)
+
+    def _from_names(self, arrays: Arrays, shapes: Any) -> Any:
+        if not arrays:
+            return jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), shapes)
+        return from_hugging_face(arrays, shapes, self.recipe.model, self.vocab)
 
     # Rows in, numbers out
 
@@ -160,7 +186,7 @@ class JaxEngine:
         return Batch(self._put(cut[..., :-1]), self._put(cut[..., 1:]), self._weights)
 
     def _put(self, array: NDArray[Any], spec: P = sharding.BATCH) -> jax.Array:
-        return jax.make_array_from_callback(array.shape, NamedSharding(self.mesh, spec), array.__getitem__)
+        return sharding.from_this_host(array, NamedSharding(self.mesh, spec))
 
     @cached_property
     def _weights(self) -> jax.Array:
@@ -173,10 +199,21 @@ class JaxEngine:
 
     @cached_property
     def _step(self) -> Any:
-        step = make_step(
-            self.recipe, self._graph, self._optimizer, self._attention, self._constrain, self.vocab, self._learning_rate
-        )
+        scaled = self.precision == "fp16"
+        step = make_step(self.recipe, self._losses, self._optimizer, learning_rate(self.recipe), scaled)
         return jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
+
+    def lower_step(self) -> Any:
+        """The step, to be compiled for the mesh's devices, which need not be here: nothing is put on them."""
+        state = jax.tree.map(sharding.shape_at, jax.eval_shape(self._initial), self._shardings)
+        place = NamedSharding(self.mesh, sharding.BATCH), NamedSharding(self.mesh, P(None, sharding.ROWS))
+        tokens: Any = jax.ShapeDtypeStruct(self._shape, jnp.int32, sharding=place[0])
+        weights: Any = jax.ShapeDtypeStruct(self._shape[:2], self._param_dtype, sharding=place[1])
+        return self._step.lower(state, Batch(tokens, tokens, weights))
+
+    @cached_property
+    def _losses(self) -> Losses:
+        return make_losses(self._graph, self._attention, self.mesh, self.vocab, self._layers)
 
     def read(self, metrics: Metrics) -> dict[str, float]:
         """Wait for a step's metrics."""
@@ -191,11 +228,7 @@ class JaxEngine:
 
     @cached_property
     def _score(self) -> Any:
-        score = make_score(self._graph, self._attention, self._constrain, self.vocab)
-        return jax.jit(score, out_shardings=NamedSharding(self.mesh, P()))
-
-    def _constrain(self, x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, sharding.RESIDUAL))
+        return jax.jit(make_score(self._losses), out_shardings=NamedSharding(self.mesh, P()))
 
     # Sampling
 

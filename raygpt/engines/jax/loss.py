@@ -1,7 +1,8 @@
-"""Cross-entropy that never holds the logits of a whole batch: in chunks of time, its gradient taken on the way.
+"""Cross-entropy that never holds the logits of a whole batch: in chunks of tokens, its gradient taken on the way.
 
 The logits of 32 rows of GPT-2 are 6.6 GB in fp32. Here a chunk's logits live only until its loss, and when training
-its share of the gradients, are summed.
+its share of the gradients, are summed. On a mesh every device goes through its own tokens in chunks, and keeps a sum
+of the table's gradient to itself until the last: the devices exchange it once, not once a chunk.
 """
 
 from functools import partial
@@ -11,52 +12,57 @@ import jax
 import jax.numpy as jnp
 
 Array = jax.Array
-CHUNK_BYTES = 2**30  # of fp32 logits at a time, over all devices of a micro-batch's rows
+CHUNK_BYTES = 2**30  # of fp32 logits at a time, on each device
 
 
-def chunk_count(tokens: int, time: int, vocab: int) -> int:
-    """How many chunks to cut the time axis into: the fewest that keep a chunk's logits below CHUNK_BYTES."""
+def chunk_count(tokens: int, vocab: int) -> int:
+    """How many chunks to cut tokens into: the fewest equal ones that keep a chunk's logits below CHUNK_BYTES."""
     wanted = -(-tokens * vocab * 4 // CHUNK_BYTES)
-    return next(count for count in range(min(wanted, time), time + 1) if time % count == 0)
+    return next(count for count in range(min(wanted, tokens), tokens + 1) if tokens % count == 0)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def cross_entropy(
-    hidden: Array, table: Array, targets: Array, scale: Array, vocab: int, chunks: int
+    hidden: Array,
+    table: Array,
+    targets: Array,
+    scale: Array,
+    vocab: int,
+    chunks: int,
+    shards: tuple[int, int] = (1, 1),
 ) -> tuple[Array, Array]:
     """(sum over rows of scale · loss, loss of each row), a row's loss being the sum over its tokens.
 
-    Only the sum has gradients, for hidden and table.
+    Only the sum has gradients, for hidden and table. `shards` says over how many devices rows and time are shared out.
     hidden [rows, time, width], table [padded vocabulary, width], targets [rows, time], scale [rows].
     """
-
-    def chunk(losses: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
-        return losses + _nll(part[0], table, part[1], vocab)[0].sum(1), None
-
-    zero = jnp.zeros(len(hidden), _accurate(hidden))
-    losses, _ = jax.lax.scan(chunk, zero, (_cut(hidden, chunks), _cut(targets, chunks)))
-    return (losses * scale).sum(), losses
+    cut = partial(_cut, chunks=chunks, shards=shards)
+    nll = jax.lax.map(lambda part: _nll(part[0], table, part[1], vocab)[0], (cut(hidden), cut(targets)))
+    return _summed(_join(nll, targets.shape), scale)
 
 
-def _forward(hidden: Array, table: Array, targets: Array, scale: Array, vocab: int, chunks: int) -> Any:
+def _forward(
+    hidden: Array, table: Array, targets: Array, scale: Array, vocab: int, chunks: int, shards: tuple[int, int]
+) -> Any:
     """As above, with the gradients of the first result for hidden and table, while the logits are at hand."""
+    cut = partial(_cut, chunks=chunks, shards=shards)
 
-    def chunk(carry: tuple[Array, Array], part: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
-        losses, dtable = carry
-        h, y = part
+    def chunk(dtable: Array, part: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        h, y, weight = part
         nll, probabilities = _nll(h, table, y, vocab)
-        hit = jax.lax.broadcasted_iota(y.dtype, probabilities.shape, 2) == y[..., None]
-        dlogits = ((probabilities - hit) * scale[:, None, None]).astype(h.dtype)  # [rows, chunk, vocabulary]
-        dtable += jnp.einsum("btv,btd->vd", dlogits, h, preferred_element_type=dtable.dtype)
-        return (losses + nll.sum(1), dtable), jnp.einsum("btv,vd->btd", dlogits, table.astype(h.dtype))
+        hit = jax.lax.broadcasted_iota(y.dtype, probabilities.shape, 3) == y[..., None]
+        dlogits = ((probabilities - hit) * weight[..., None]).astype(h.dtype)  # [*shards, tokens, vocabulary]
+        dtable += jnp.einsum("rctv,rctd->rcvd", dlogits, h, preferred_element_type=dtable.dtype)
+        return dtable, (nll, jnp.einsum("rctv,vd->rctd", dlogits, table.astype(h.dtype)))
 
-    accurate = _accurate(hidden)
-    start = jnp.zeros(len(hidden), accurate), jnp.zeros(table.shape, accurate)
-    (losses, dtable), dhidden = jax.lax.scan(chunk, start, (_cut(hidden, chunks), _cut(targets, chunks)))
-    return ((losses * scale).sum(), losses), (_join(dhidden), dtable.astype(table.dtype))
+    weights = jnp.broadcast_to(scale[:, None], targets.shape)
+    start = jnp.zeros((*shards, *table.shape), _accurate(hidden))  # each device's own sum
+    dtable, (nll, dhidden) = jax.lax.scan(chunk, start, (cut(hidden), cut(targets), cut(weights)))
+    gradients = _join(dhidden, hidden.shape), dtable.sum((0, 1)).astype(table.dtype)
+    return _summed(_join(nll, targets.shape), scale), gradients
 
 
-def _backward(vocab: int, chunks: int, gradients: Any, cotangents: tuple[Array, Array]) -> Any:
+def _backward(vocab: int, chunks: int, shards: tuple[int, int], gradients: Any, cotangents: tuple[Array, Array]) -> Any:
     dhidden, dtable = gradients
     total = cotangents[0]
     return dhidden * total.astype(dhidden.dtype), dtable * total.astype(dtable.dtype), None, None
@@ -65,10 +71,15 @@ def _backward(vocab: int, chunks: int, gradients: Any, cotangents: tuple[Array, 
 cross_entropy.defvjp(_forward, _backward)
 
 
+def _summed(nll: Array, scale: Array) -> tuple[Array, Array]:
+    losses = nll.sum(1)
+    return (losses * scale).sum(), losses
+
+
 def _nll(hidden: Array, table: Array, targets: Array, vocab: int) -> tuple[Array, Array]:
     """Loss of each token and the probabilities, in fp32 at least; ids that only pad the table are impossible."""
-    logits = jnp.einsum("btd,vd->btv", hidden, table.astype(hidden.dtype), preferred_element_type=_accurate(hidden))
-    padding = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) >= vocab
+    logits = jnp.einsum("rctd,vd->rctv", hidden, table.astype(hidden.dtype), preferred_element_type=_accurate(hidden))
+    padding = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 3) >= vocab
     logits = jnp.where(padding, -jnp.inf, logits)
     log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)
@@ -79,12 +90,15 @@ def _accurate(x: Array) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _cut(x: Array, chunks: int) -> Array:
-    """[rows, time, …] to [chunks, rows, time / chunks, …], every chunks-th token: so time stays sharded as it was."""
-    rows, time, *rest = x.shape
-    return jnp.moveaxis(x.reshape(rows, time // chunks, chunks, *rest), 2, 0)
+def _cut(x: Array, chunks: int, shards: tuple[int, int]) -> Array:
+    """[rows, time, …] to [chunks, *shards, tokens, …]: each device's own tokens, one after another."""
+    (rows, time, *rest), (r, c) = x.shape, shards
+    own = jnp.moveaxis(x.reshape(r, rows // r, c, time // c, *rest), 2, 1)  # [r, c, rows / r, time / c, …]
+    return jnp.moveaxis(own.reshape(r, c, chunks, -1, *rest), 2, 0)
 
 
-def _join(x: Array) -> Array:
-    chunks, rows, time, *rest = x.shape
-    return jnp.moveaxis(x, 0, 2).reshape(rows, time * chunks, *rest)
+def _join(x: Array, shape: tuple[int, ...]) -> Array:
+    """What `_cut` has cut: [chunks, *shards, tokens, …] to [rows, time, …]."""
+    (_, r, c, _, *rest), (rows, time, *_) = x.shape, shape
+    own = jnp.moveaxis(x, 0, 2).reshape(r, c, rows // r, time // c, *rest)
+    return jnp.moveaxis(own, 1, 2).reshape(shape)

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raygpt.config import Model
+from raygpt.engines.base import Weights
 from raygpt.engines.jax.model import padded_vocab
 
 Arrays = dict[str, NDArray[Any]]
@@ -46,6 +47,12 @@ def to_hugging_face(parameters: Any, model: Model, vocab: int) -> Arrays:
             for layer in range(model.layers):
                 named[f"transformer.h.{layer}.{BLOCK[part]}"] = array[layer].reshape(_shape(part, model))
     return named
+
+
+def to_weights(parameters: Any, means: Any, squares: Any, step: Any, model: Model, vocab: int) -> Weights:
+    """A state's parts, trees of arrays on this host, under Hugging Face's names."""
+    named = [to_hugging_face(tree, model, vocab) for tree in (parameters, means, squares)]
+    return Weights(named[0], named[1], named[2], int(step))
 
 
 def from_hugging_face(arrays: Mapping[str, NDArray[Any]], like: Any, model: Model, vocab: int) -> Any:

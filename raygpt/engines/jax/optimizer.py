@@ -11,17 +11,17 @@ DECAYED = ("kernel", "embedding")  # matrices; the rest are biases and the scale
 
 
 def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Clip by the global norm where asked for, then AdamW."""
+    """Clip by the global norm where asked for, then AdamW at a rate of -1.
+
+    The rate is the step's and applied there: a step that is left out does not count here, but it does for the rate.
+    """
     settings = recipe.optimizer
-    adamw = optax.adamw(
-        learning_rate(recipe),
-        b1=settings.betas[0],
-        b2=settings.betas[1],
-        eps=settings.epsilon,
-        weight_decay=settings.weight_decay,
-        mask=_matrices if settings.decay == "matrices" else None,
+    # Their states have one structure, whatever the settings: a run that begins with another's state may change them.
+    return optax.chain(
+        optax.identity() if settings.clip is None else optax.clip_by_global_norm(settings.clip),
+        optax.scale_by_adam(b1=settings.betas[0], b2=settings.betas[1], eps=settings.epsilon),
+        optax.add_decayed_weights(settings.weight_decay, _matrices if settings.decay == "matrices" else _everything),
     )
-    return adamw if settings.clip is None else optax.chain(optax.clip_by_global_norm(settings.clip), adamw)
 
 
 def learning_rate(recipe: Recipe) -> optax.Schedule:
@@ -45,3 +45,7 @@ def _matrices(parameters: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, _: any(getattr(part, "key", None) in DECAYED for part in path), parameters
     )
+
+
+def _everything(parameters: Any) -> Any:
+    return jax.tree.map(lambda _: True, parameters)

@@ -9,8 +9,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.mesh_utils import create_device_mesh
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
 
 from raygpt.errors import RaygptError
 
@@ -43,8 +46,14 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Me
             f"cluster.mesh: {wanted} does not multiply to the {len(devices)} devices there are; "
             "write -1 for the axis that takes what is left, or change cluster.workers"
         )
-    shape = tuple(resolved[axis] for axis in AXES)
-    return Mesh(np.asarray(devices).reshape(shape), AXES)
+    return Mesh(_arranged(devices, tuple(resolved[axis] for axis in AXES)), AXES)
+
+
+def _arranged(devices: Sequence[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """In their own order; but a TPU's neighbours on a mesh axis are neighbours in its torus."""
+    if devices[0].platform == "tpu":
+        return create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return np.asarray(devices).reshape(shape)
 
 
 def parameter_shardings(mesh: Mesh, parameters: Any) -> Any:
@@ -56,6 +65,40 @@ def parameter_shardings(mesh: Mesh, parameters: Any) -> Any:
         return NamedSharding(mesh, _fitting(spec, leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(place, parameters)
+
+
+def from_this_host(array: Any, sharding: NamedSharding) -> jax.Array:
+    """An array that every process has, put on the devices: each keeps its share."""
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+
+
+def on_this_host(array: jax.Array) -> NDArray[Any]:
+    """The whole of an array; every process takes part where others have shares of it."""
+    return np.asarray(array if array.is_fully_addressable else process_allgather(array, tiled=True))
+
+
+def shape_at(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """An array that is not there, only its shape and place."""
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+
+def constrain_residual(mesh: Mesh, x: jax.Array) -> jax.Array:
+    """The residual stream [rows, time, width] where it belongs."""
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, RESIDUAL))
+
+
+def gather_tables(mesh: Mesh, parameters: Any) -> Any:
+    """Parameters with fsdp's shares of the token tables together, as lookup and head need them.
+
+    Left to itself on fsdp × tensor, XLA looks the shares up and brings the whole batch's rows to every device instead.
+    """
+
+    def gather(table: Any) -> Any:
+        place = NamedSharding(mesh, _fitting(P("tensor", None), table["embedding"].shape, mesh))
+        return {"embedding": jax.lax.with_sharding_constraint(table["embedding"], place)}
+
+    return {**parameters, **{name: gather(parameters[name]) for name in ("tokens", "head") if name in parameters}}
 
 
 def _fitting(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:

@@ -5,19 +5,25 @@ divided by the global count of tokens, padding rows weigh nothing, and dropout k
 """
 
 from collections.abc import Callable
+from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 from raygpt.config import Recipe
 from raygpt.engines.jax.attention import Attention
 from raygpt.engines.jax.loss import chunk_count, cross_entropy
-from raygpt.engines.jax.model import GPT, padded_vocab
+from raygpt.engines.jax.model import GPT, Layers
+from raygpt.engines.jax.scaling import Scale
+from raygpt.engines.jax.sharding import constrain_residual, gather_tables
 
 Array = jax.Array
+Losses = Callable[..., tuple[Array, Array]]
 
 
 class State(NamedTuple):
@@ -26,6 +32,7 @@ class State(NamedTuple):
     parameters: Any
     optimizer: Any
     step: Array
+    scale: Scale  # used in fp16 alone, but there in every state: a run may go on where there is bf16
 
 
 class Batch(NamedTuple):
@@ -42,28 +49,63 @@ class Metrics(NamedTuple):
     loss: Array
     grad_norm: Array  # before clipping
     lr: Array
+    skipped: Array  # 1 for a step that was left out, else 0
+
+
+def make_losses(graph: Any, attention: Attention, mesh: Mesh, vocab: int, layers: Layers) -> Losses:
+    """The forward pass: (parameters, inputs, targets, weights, dropout's keys) to the weighted sum of the rows' losses
+    and each row's, a row's loss being the sum over its tokens."""
+
+    def losses(
+        parameters: Any, inputs: Array, targets: Array, weights: Array, keys: Array | None = None
+    ) -> tuple[Array, Array]:
+        model: GPT = nnx.merge(graph, gather_tables(mesh, parameters))
+        hidden = model(inputs, attention, keys, layers=layers, constrain=partial(constrain_residual, mesh))
+        axes, table = mesh.shape, model.table
+        shards = axes["data"] * axes["fsdp"], axes["context"]
+        chunks = chunk_count(inputs.size // prod(shards), len(table) // axes["tensor"])
+        return cross_entropy(hidden, table, targets, weights, vocab, chunks, shards)
+
+    return losses
 
 
 def make_step(
     recipe: Recipe,
-    graph: Any,
+    losses: Losses,
     optimizer: optax.GradientTransformation,
-    attention: Attention,
-    constrain: Callable[[Array], Array],
-    vocab: int,
     learning_rate: optax.Schedule,
+    scaled: bool = False,
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
-    """The function to compile: (state, batch) to (state, metrics)."""
-    tokens, context = recipe.training.batch_tokens, recipe.model.context
-    seed, dropout = recipe.training.seed, recipe.model.dropout > 0
-
-    def loss(parameters: Any, inputs: Array, targets: Array, weights: Array, keys: Array | None) -> Array:
-        model: GPT = nnx.merge(graph, parameters)
-        hidden = model(inputs, attention, keys, constrain=constrain)
-        chunks = chunk_count(inputs.size, context, padded_vocab(vocab))
-        return cross_entropy(hidden, model.table, targets, weights, vocab, chunks)[0]
+    """The function to compile: (state, batch) to (state, metrics). `scaled` is for fp16."""
+    tokens, guarded = recipe.training.batch_tokens, scaled or recipe.training.on_nan == "skip"
+    sums = make_sums(recipe, losses)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        factor = state.scale.factor if scaled else jnp.ones((), batch.weights.dtype)
+        totals = sums(state, batch._replace(weights=batch.weights * factor))
+        # Divided here and not in the loss: a 500,000th of a token's gradient is zero in fp16.
+        loss, gradients = jax.tree.map(lambda total: total / (tokens * factor), totals)
+        norm, rate = optax.tree.norm(gradients), jnp.asarray(learning_rate(state.step))
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
+        parameters = optax.apply_updates(state.parameters, optax.tree.scale(-rate, updates))
+        after = State(parameters, optimizer_state, state.step + 1, state.scale)
+        if guarded:  # on the device: the host need not wait to know
+            stay = state._replace(step=after.step)
+            after = jax.tree.map(partial(jnp.where, finite), after, stay)
+        if scaled:
+            after = after._replace(scale=state.scale.after(finite))
+        return after, Metrics(loss, norm, rate, (guarded & ~finite).astype(loss.dtype))
+
+    return step
+
+
+def make_sums(recipe: Recipe, losses: Losses) -> Callable[[State, Batch], tuple[Array, Any]]:
+    """(state, batch) to the weighted sum of all rows' losses and its gradients, one micro-batch after another."""
+    seed, dropout = recipe.training.seed, recipe.model.dropout > 0
+
+    def sums(state: State, batch: Batch) -> tuple[Array, Any]:
         accumulation, micro_rows, _ = batch.inputs.shape
         row_numbers = jnp.arange(accumulation * micro_rows).reshape(accumulation, micro_rows)
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
@@ -71,31 +113,19 @@ def make_step(
         def micro(total: tuple[Array, Any], part: tuple[Batch, Array]) -> tuple[tuple[Array, Any], None]:
             one, numbers = part
             keys = jax.vmap(jax.random.fold_in, (None, 0))(step_key, numbers) if dropout else None
-            value = jax.value_and_grad(loss)(state.parameters, one.inputs, one.targets, one.weights, keys)
-            return jax.tree.map(jnp.add, total, value), None
+            (value, _), gradients = jax.value_and_grad(losses, has_aux=True)(state.parameters, *one, keys)
+            return jax.tree.map(jnp.add, total, (value, gradients)), None
 
         zero = (jnp.zeros((), batch.weights.dtype), jax.tree.map(jnp.zeros_like, state.parameters))
-        sums, _ = jax.lax.scan(micro, zero, (batch, row_numbers))
-        # Divided here and not in the loss: a 500,000th of a token's gradient is zero in fp16.
-        value, gradients = jax.tree.map(lambda total: total / tokens, sums)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
-        parameters = optax.apply_updates(state.parameters, updates)
-        metrics = Metrics(value, optax.tree.norm(gradients), jnp.asarray(learning_rate(state.step)))
-        return State(parameters, optimizer_state, state.step + 1), metrics
+        return jax.lax.scan(micro, zero, (batch, row_numbers))[0]
 
-    return step
+    return sums
 
 
-def make_score(
-    graph: Any, attention: Attention, constrain: Callable[[Array], Array], vocab: int
-) -> Callable[[Any, Array, Array], Array]:
+def make_score(losses: Losses) -> Callable[[Any, Array, Array], Array]:
     """The function to compile: (parameters, inputs, targets) [rows, time] to the loss of each row, a mean over time."""
 
     def score(parameters: Any, inputs: Array, targets: Array) -> Array:
-        model: GPT = nnx.merge(graph, parameters)
-        hidden = model(inputs, attention, constrain=constrain)
-        chunks = chunk_count(inputs.size, inputs.shape[1], padded_vocab(vocab))
-        weights = jnp.zeros(len(inputs), jnp.promote_types(hidden.dtype, jnp.float32))
-        return cross_entropy(hidden, model.table, targets, weights, vocab, chunks)[1] / inputs.shape[1]
+        return losses(parameters, inputs, targets, jnp.zeros(len(inputs)))[1] / inputs.shape[1]
 
     return score

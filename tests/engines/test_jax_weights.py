@@ -1,0 +1,109 @@
+"""A state as plain arrays under Hugging Face's names: gathered, loaded, and read from a checkpoint."""
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import optax  # noqa: E402
+
+from raygpt.engines.base import Weights  # noqa: E402
+from raygpt.engines.jax.checkpoint import read_weights  # noqa: E402
+from raygpt.engines.jax.engine import JaxEngine  # noqa: E402
+from raygpt.recipes import load_recipe  # noqa: E402
+
+LAYERS, WIDTH, HEADS, ROWS, CONTEXT, VOCAB = 2, 16, 2, 8, 8, 50
+WINDOWS = np.random.default_rng(0).integers(0, VOCAB, (4, ROWS, CONTEXT + 1)).astype(np.int32)
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly():
+    """XLA's passes take most of these tests' time, and change no digit that they look at."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def make_engine(mesh=None, **model):
+    settings = {
+        "model": {"layers": LAYERS, "heads": HEADS, "width": WIDTH, "context": CONTEXT, **model},
+        "training": {"batch_tokens": ROWS * CONTEXT, "steps": 20},
+        "cluster.mesh": mesh or {},
+    }
+    return JaxEngine(load_recipe("tiny", settings), VOCAB, devices=None if mesh else jax.devices()[:1])
+
+
+def train(engine, state, windows):
+    losses = []
+    for batch in windows:
+        state, metrics = engine.step(state, engine.put(batch))
+        losses.append(engine.read(metrics)["loss"])
+    return state, losses
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """An engine on a mesh, its state after two steps, and the losses of the two that follow."""
+    engine = make_engine(MESH)
+    state, _ = train(engine, engine.start(), WINDOWS[:2])
+    weights = engine.gather(state)
+    copy = jax.tree.map(lambda leaf: leaf.copy(), state)
+    return engine, copy, weights, train(engine, state, WINDOWS[2:])[1]
+
+
+def assert_equal(weights, expected):
+    assert weights.step == expected.step
+    for kind in ("parameters", "means", "squares"):
+        ours, theirs = getattr(weights, kind), getattr(expected, kind)
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            np.testing.assert_array_equal(ours[name], theirs[name], err_msg=f"{kind} {name}")
+
+
+def test_a_gathered_state_has_every_array_whole_and_by_its_name(trained):
+    _, state, weights, _ = trained
+    assert weights.step == 2
+    adam = next(part for part in state.optimizer if isinstance(part, optax.ScaleByAdamState))
+    for arrays, tree in ((weights.parameters, state.parameters), (weights.means, adam.mu), (weights.squares, adam.nu)):
+        assert len(arrays) == 12 * LAYERS + 4
+        assert {type(array) for array in arrays.values()} == {np.ndarray}
+        np.testing.assert_array_equal(arrays["transformer.wte.weight"], tree["tokens"]["embedding"][:VOCAB])
+        kernel = np.asarray(tree["blocks"]["qkv"]["kernel"])  # [layers, width, 3, heads, head_dim]
+        np.testing.assert_array_equal(arrays["transformer.h.1.attn.c_attn.weight"], kernel[1].reshape(WIDTH, 3 * WIDTH))
+        np.testing.assert_array_equal(arrays["transformer.ln_f.bias"], tree["norm"]["bias"])
+    assert all(array.any() for array in weights.means.values())
+    assert all((array >= 0).all() for array in weights.squares.values())
+
+
+@pytest.mark.parametrize("mesh", [None, {"data": 1, "fsdp": 8}], ids=["one device", "fsdp=8"])
+def test_a_loaded_state_goes_on_as_the_gathered_one_would_have(trained, mesh):
+    _, _, weights, expected = trained
+    engine = make_engine(mesh)
+    state = engine.load(weights)
+    assert_equal(engine.gather(state), weights)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == engine._shardings
+    np.testing.assert_allclose(train(engine, state, WINDOWS[2:])[1], expected, rtol=1e-5)
+
+
+def test_averages_that_are_not_given_are_zero_as_before_step_0(trained):
+    engine = make_engine()
+    start = engine.start()
+    state = engine.load(Weights(engine.gather(start).parameters))
+    jax.tree.map(np.testing.assert_array_equal, state, start._replace(parameters=state.parameters))
+    np.testing.assert_array_equal(
+        state.parameters["tokens"]["embedding"][:VOCAB], start.parameters["tokens"]["embedding"][:VOCAB]
+    )
+    assert train(engine, state, WINDOWS[:2])[1] == train(engine, start, WINDOWS[:2])[1]
+
+
+@pytest.mark.parametrize("mesh", [MESH, None], ids=["data=2,fsdp=2,tensor=2", "one device"])
+def test_a_checkpoint_is_read_without_the_mesh_that_wrote_it(tmp_path, mesh):
+    engine = make_engine(mesh, tied_head=False, bias=False)
+    state, _ = train(engine, engine.start(), WINDOWS[:2])
+    engine.save(state, str(tmp_path / "state"))
+    engine.wait_for_save()
+    weights = read_weights(str(tmp_path / "state"), engine.recipe.model, VOCAB)
+    assert_equal(weights, engine.gather(state))
+    assert weights.parameters["lm_head.weight"].shape == (VOCAB, WIDTH)
+    assert {type(array) for array in weights.means.values()} == {np.ndarray}
