@@ -1,0 +1,50 @@
+"""Parameters before the first step, each drawn by a generator of its own: whoever needs one draws the same."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from raygpt.config import Model, Recipe
+from raygpt.engines.torch.model import padded_vocab
+
+
+def initial(name: str, recipe: Recipe, vocab: int) -> Tensor:
+    """The parameter of that Hugging Face name, in its layout, fp32, on the CPU.
+
+    GPT-2's normal 0.02, smaller for the projections that add to the residual stream; or tutorial A's uniform.
+    """
+    model, seed = recipe.model, recipe.training.seed
+    shape = _shape(name, model, vocab)
+    if len(shape) == 1:
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key) >> 1)  # PyTorch takes 63 bits
+    if model.init == "xavier":
+        limit = (6 / _fans(name, shape)) ** 0.5
+        return torch.empty(shape).uniform_(-limit, limit, generator=generator)
+    deviation = 0.02 / (2 * model.layers) ** 0.5 if name.endswith("c_proj.weight") else 0.02
+    return torch.empty(shape).normal_(0, deviation, generator=generator)
+
+
+def _shape(name: str, model: Model, vocab: int) -> tuple[int, ...]:
+    width, (part, kind) = model.width, name.split(".")[-2:]
+    if part.startswith("ln_"):
+        return (width,)
+    if part in ("wte", "wpe", "lm_head"):
+        return (model.context if part == "wpe" else vocab, width)
+    inside, outside = {
+        "attn.c_attn": (width, 3 * width),
+        "attn.c_proj": (width, width),
+        "mlp.c_fc": (width, 4 * width),
+        "mlp.c_proj": (4 * width, width),
+    }[".".join(name.split(".")[-3:-1])]
+    return (outside,) if kind == "bias" else (inside, outside)
+
+
+def _fans(name: str, shape: tuple[int, ...]) -> int:
+    """Numbers in plus numbers out of the matrix; Q, K and V, which share a kernel, are three of width × width."""
+    if name.endswith("c_attn.weight"):
+        return 2 * shape[0]
+    rows = padded_vocab(shape[0]) if name.endswith(("wte.weight", "lm_head.weight")) else shape[0]
+    return rows + shape[1]
