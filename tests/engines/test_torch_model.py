@@ -135,12 +135,18 @@ def test_xaviers_limits_are_those_of_the_matrices_that_the_tutorial_has():
         ("transformer.h.0.attn.c_proj.weight", 64 + 64),
         ("transformer.h.0.mlp.c_fc.weight", 64 + 256),
         ("transformer.h.0.mlp.c_proj.weight", 64 + 256),
-        ("transformer.wpe.weight", 32 + 64),
-        ("transformer.wte.weight", 512 + 64),  # with the padding, as the JAX engine has it
+        ("lm_head.weight", 512 + 64),  # with the padding, as the JAX engine has it
     ]:
         values, limit = draw("xavier", name), np.sqrt(6 / fans)
         assert 0.99 * limit < np.abs(values).max() <= limit
         assert values.std() == pytest.approx(limit / np.sqrt(3), rel=0.03)  # uniform
+
+
+def test_beside_xaviers_kernels_embeddings_are_as_flax_makes_them():
+    for name in ("transformer.wte.weight", "transformer.wpe.weight"):
+        values = draw("xavier", name)
+        assert values.std() == pytest.approx(64**-0.5, rel=4 / np.sqrt(2 * values.size))
+        assert np.abs(values).max() > 3 * 64**-0.5  # normal: a uniform one ends at 1.7
 
 
 def test_each_layer_and_each_seed_has_its_own_and_vectors_begin_at_one_or_zero():

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import pickle
+import socket
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch.distributed as dist  # noqa: E402
 
 from raygpt.engines.torch.checkpoint import read_weights  # noqa: E402
 from raygpt.engines.torch.engine import TorchEngine  # noqa: E402
+from raygpt.engines.torch.processes import join, leave  # noqa: E402
 from raygpt.engines.torch.sharding import local  # noqa: E402
 from raygpt.errors import RaygptError  # noqa: E402
 from raygpt.inference.sampling import sample  # noqa: E402
@@ -25,13 +27,13 @@ WINDOWS = np.random.default_rng(0).integers(0, VOCAB, (STEPS, ROWS, CONTEXT + 1)
 COPIES, SHARES, BOTH = {"data": 2}, {"data": 1, "fsdp": 2}, {"data": 2, "fsdp": 2}
 
 
-def make_engine(mesh=None, accumulation=1, precision="fp64", **model):
+def make_engine(mesh=None, accumulation=1, precision="fp64", compile="off", **model):
     # 25 is odd: of two shares of a norm one has 13 rows, the other 12
     sizes = {"layers": 2, "heads": 5, "width": 25, "context": CONTEXT, "dropout": 0.1, **model}
     settings = {
         "engine": "torch",
         "model": sizes,
-        "training": {"steps": STEPS, "batch_tokens": ROWS * CONTEXT, "on_nan": "skip"},
+        "training": {"steps": STEPS, "batch_tokens": ROWS * CONTEXT, "on_nan": "skip", "compile": compile},
         "schedule.warmup_steps": 5,
         "cluster.mesh": mesh or {},
     }
@@ -54,21 +56,22 @@ def saved(engine, state, folder):
     return state
 
 
-def together(work, processes, *args):
+def together(work, processes, folder):
     """What a function returns in each of so many processes that joined."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    jobs = [(rank, address, processes, work, str(folder)) for rank in range(processes)]
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(_joined, range(processes), *([arg] * processes for arg in (work, processes, args))))
+        return list(pool.map(_joined, *zip(*jobs, strict=True)))
 
 
-def _joined(rank, work, processes, args):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{args[0]}/rendezvous-{processes}", rank=rank, world_size=processes
-    )
+def _joined(rank, address, processes, work, folder):
+    join(address, processes, rank, gpus=[], threads=1)
     try:
-        return work(*args)
+        return work(folder)
     finally:
-        dist.destroy_process_group()
+        leave()
 
 
 # In one process
@@ -130,6 +133,7 @@ def in_two(folder):
         said[f"{name} again"] = train(engine, engine.restore(f"{folder}/{name}"), range(HALF, STEPS))[0][1:], went_on
     said["data=2 to fsdp=2"] = train(engine, engine.restore(f"{folder}/data=2"), range(HALF, STEPS))[0]
     said["poisoned"] = poisoned()
+    said["compiled"] = [compiled(mesh) for mesh in (COPIES, SHARES)]
     return said
 
 
@@ -150,9 +154,19 @@ def poisoned():
     return engine.read(metrics)["skipped"], float(state.numbers()["updates"])
 
 
+def compiled(mesh):
+    """The first steps, the number of graphs and what cut them."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    engine = make_engine(mesh, compile="unrolled")
+    with torch.compiler.set_stance(force_backend="aot_eager"):  # traced like any other; C++ takes half a minute more
+        numbers, _ = train(engine, engine.start(), range(3))
+    return numbers, counters["stats"]["unique_graphs"], dict(counters["graph_break"]), engine.describe()["compiled"]
+
+
 @pytest.fixture(scope="module")
 def two(folder, alone):
-    return together(in_two, 2, str(folder))
+    return together(in_two, 2, folder)
 
 
 @pytest.mark.parametrize(
@@ -193,6 +207,14 @@ def test_of_a_model_in_shares_each_process_has_half(two):
     assert first["tokens.weight"] == second["tokens.weight"] == (64, 25)
     assert first["blocks.1.up.weight"] == second["blocks.1.up.weight"] == (50, 25)
     assert (first["norm.bias"], second["norm.bias"]) == ((13,), (12,))
+
+
+def test_compiled_block_by_block_the_numbers_are_the_same(two, alone):
+    for numbers, graphs, breaks, how in two[0]["compiled"]:
+        np.testing.assert_allclose(numbers, alone[0][:3], rtol=1e-9)
+        assert graphs <= 2, "one for all blocks; and one for the loss, the second time the same"
+        assert not breaks
+        assert how == "by blocks"
 
 
 def test_a_number_that_is_none_in_one_process_is_a_step_left_out_by_all(two):
@@ -308,7 +330,7 @@ def in_four(folder):
 
 
 def test_four_processes_hold_two_copies_in_shares(two, alone, folder):
-    for rank, (numbers, rows, mesh) in enumerate(together(in_four, 4, str(folder))):
+    for rank, (numbers, rows, mesh) in enumerate(together(in_four, 4, folder)):
         np.testing.assert_allclose(numbers, alone[0][HALF : HALF + 5], rtol=1e-9)
         assert rows == [row for row in range(ROWS) if row % 8 // 2 == rank]
         assert mesh == "data 2 × fsdp 2"

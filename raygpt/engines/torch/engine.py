@@ -152,9 +152,9 @@ class TorchEngine:
             recompute(block, self.recipe.training.remat)
         share_out(objective, self.mesh)
         objective.to_empty(device=self.device)
+        first = FIRST_SCALE * self.accumulation * self.mesh.size if self._half else 1
         scale = LossScale(
-            torch.tensor(FIRST_SCALE if self._half else 1, dtype=self._param_dtype, device=self.device),
-            torch.tensor(0, device=self.device),
+            torch.tensor(first, dtype=self._param_dtype, device=self.device), torch.tensor(0, device=self.device)
         )
         parameters = dict(objective.gpt.named_parameters())
         return State(objective, objective, parameters, make_optimizer(self.recipe, parameters.values()), step, scale)

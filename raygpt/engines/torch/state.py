@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from raygpt.engines.torch.loss import Objective
 
 PARAMETERS, MEANS, SQUARES = KINDS = ("parameters", "means", "squares")
-FIRST_SCALE = 2.0**16  # of fp16's loss
-GROWTH_STEPS = 2000  # without an overflow, after which that scale doubles
+FIRST_SCALE = 2.0**16  # of a micro-batch's mean loss in fp16, and
+GROWTH_STEPS = 2000  # without an overflow, after which it doubles: both as in PyTorch's GradScaler
 
 
 class LossScale(NamedTuple):
-    """What fp16's loss is multiplied by, so that small gradients do not vanish; 1 in every other precision."""
+    """What fp16's loss of a batch is multiplied by, lest small gradients vanish; 1 in every other precision."""
 
     value: Tensor
     good_steps: Tensor  # since it last changed
