@@ -1,5 +1,7 @@
 """The PyTorch engine in one process: accumulation, precision, what is left out, memory, sampling, and JAX's numbers."""
 
+import os
+import subprocess
 import sys
 
 import numpy as np
@@ -426,6 +428,12 @@ def test_what_cannot_be_is_refused_in_one_line(monkeypatch):
     assert refusal(lambda: recipe(bias=False, implementation="huggingface")) == (
         "model.bias: transformers' GPT-2 always has biases; write model.implementation: raygpt"
     )
+
+
+def test_without_pytorch_all_can_be_imported_but_the_engine():
+    program = "import sys; sys.modules['torch'] = None; import raygpt.engines.torch, raygpt.recipes, raygpt.cli"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
 
 
 def test_without_pytorch_the_extra_is_named(monkeypatch):

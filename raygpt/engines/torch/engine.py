@@ -144,7 +144,7 @@ class TorchEngine:
         return self._joined(state)
 
     def _blank(self, step: int = 0) -> State:
-        """A state whose parameters are not set yet. Where they are shared out, no device ever holds them whole."""
+        """A state whose parameters are not set yet. Where they are shared out, no device ever holds all of them."""
         with torch.device("meta"):
             objective = Objective(self._gpt_class(self.recipe.model, self.vocab, self._dtype), self.vocab)
         objective.to(self._param_dtype)
