@@ -326,6 +326,25 @@ def test_what_is_computed_again_changes_no_number(remat, implementation, alone):
     np.testing.assert_allclose(numbers, alone[0][:3], rtol=1e-12)
 
 
+class Products(TorchDispatchMode):
+    """Counts products of an activation with a kernel: one per linear layer, forward."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function == torch.ops.aten.addmm.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("remat", "times"), [("none", 1), ("products", 1), ("blocks", 2)])
+def test_products_are_computed_again_only_with_whole_blocks(remat, times):
+    engine = make_engine(remat=remat, layers=3)
+    state, batch = engine.start(), engine.put(WINDOWS[0])
+    with Products() as products:
+        engine.step(state, batch)
+    assert products.count == times * 3 * 4  # layers, and qkv, out, up, down
+
+
 def test_blocks_that_are_computed_again_keep_less():
     kept = {}
     for remat in ("none", "blocks"):

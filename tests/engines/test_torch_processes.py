@@ -27,13 +27,19 @@ WINDOWS = np.random.default_rng(0).integers(0, VOCAB, (STEPS, ROWS, CONTEXT + 1)
 COPIES, SHARES, BOTH = {"data": 2}, {"data": 1, "fsdp": 2}, {"data": 2, "fsdp": 2}
 
 
-def make_engine(mesh=None, accumulation=1, precision="fp64", compile="off", **model):
+def make_engine(mesh=None, accumulation=1, precision="fp64", compile="off", remat="none", **model):
     # 25 is odd: of two shares of a norm one has 13 rows, the other 12
     sizes = {"layers": 2, "heads": 5, "width": 25, "context": CONTEXT, "dropout": 0.1, **model}
     settings = {
         "engine": "torch",
         "model": sizes,
-        "training": {"steps": STEPS, "batch_tokens": ROWS * CONTEXT, "on_nan": "skip", "compile": compile},
+        "training": {
+            "steps": STEPS,
+            "batch_tokens": ROWS * CONTEXT,
+            "on_nan": "skip",
+            "compile": compile,
+            "remat": remat,
+        },
         "schedule.warmup_steps": 5,
         "cluster.mesh": mesh or {},
     }
@@ -134,6 +140,8 @@ def in_two(folder):
         said[f"{name} again"] = train(engine, engine.restore(f"{folder}/{name}"), range(HALF, STEPS))[0][1:], went_on
     said["data=2 to fsdp=2"] = train(engine, engine.restore(f"{folder}/data=2"), range(HALF, STEPS))[0]
     said["poisoned"] = poisoned()
+    engine = make_engine(SHARES, 2, remat="blocks")
+    said["computed again"] = train(engine, engine.start(), range(3))[0]
     said["compiled"] = [compiled(mesh) for mesh in (COPIES, SHARES)]
     return said
 
@@ -210,6 +218,10 @@ def test_of_a_model_in_shares_each_process_has_half(two):
     assert first["tokens.weight"] == second["tokens.weight"] == (64, 25)
     assert first["blocks.1.up.weight"] == second["blocks.1.up.weight"] == (50, 25)
     assert (first["norm.bias"], second["norm.bias"]) == ((13,), (12,))
+
+
+def test_blocks_in_shares_can_be_computed_again(two, alone):
+    np.testing.assert_allclose(two[0]["computed again"], alone[0][:3], rtol=1e-9)
 
 
 def test_compiled_block_by_block_the_numbers_are_the_same(two, alone):

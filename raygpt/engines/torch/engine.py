@@ -152,7 +152,7 @@ class TorchEngine:
             recompute(block, self.recipe.training.remat)
         share_out(objective, self.mesh)
         objective.to_empty(device=self.device)
-        first = FIRST_SCALE * self.accumulation * self.mesh.size if self._half else 1
+        first = FIRST_SCALE * self.accumulation * self.mesh.size
         scale = LossScale(
             torch.tensor(first, dtype=self._param_dtype, device=self.device), torch.tensor(0, device=self.device)
         )

@@ -15,7 +15,10 @@ GROWTH_STEPS = 2000  # without an overflow, after which it doubles: both as in P
 
 
 class LossScale(NamedTuple):
-    """What fp16's loss of a batch is multiplied by, lest small gradients vanish; 1 in every other precision."""
+    """What a batch's loss is multiplied by, lest small gradients vanish.
+
+    Used in fp16 alone, but there in every state: a run may go on where there is bf16, and come back.
+    """
 
     value: Tensor
     good_steps: Tensor  # since it last changed

@@ -43,43 +43,50 @@ class Metrics(NamedTuple):
         return {"loss": loss, "grad_norm": norm, "lr": self.lr, "skipped": skipped}
 
 
-def make_step(recipe: Recipe, mesh: Mesh, autocast: torch.autocast, half: bool) -> Callable[[State, Batch], Metrics]:
-    """The function that takes a step; `half`: in fp16, whose gradients may overflow and are scaled."""
-    tokens, seed, clip = recipe.training.batch_tokens, recipe.training.seed, recipe.optimizer.clip
-    has_dropout, rate = recipe.model.dropout > 0, learning_rate(recipe)
-    leaves_out = half or recipe.training.on_nan == "skip"
+def make_step(recipe: Recipe, mesh: Mesh, autocast: torch.autocast, scaled: bool) -> Callable[[State, Batch], Metrics]:
+    """The function that takes a step. `scaled` is for fp16."""
+    clip, rate = recipe.optimizer.clip, learning_rate(recipe)
+    guarded = scaled or recipe.training.on_nan == "skip"
+    backward = make_backward(recipe, mesh, autocast)
 
-    def backward(state: State, batch: Batch) -> Tensor:
-        """The loss of this process's rows; gradients end up where PyTorch puts them, averaged over processes."""
-        # Over all tokens of the batch, of which a process has only some: what is averaged then is a sum.
-        factors = batch.weights * (state.scale.value * mesh.size / tokens)
-        total = torch.zeros_like(state.scale.value)
+    def step(state: State, batch: Batch) -> Metrics:
+        scale = state.scale.value if scaled else torch.ones_like(state.scale.value)
+        loss = backward(state, batch, scale) / scale
+        gradients = [parameter.grad for parameter in state.parameters.values() if parameter.grad is not None]
+        norm = whole(torch.nn.utils.get_total_norm(gradients)) / scale
+        finite = loss.isfinite() & norm.isfinite()
+        left_out = (~finite if guarded else torch.zeros_like(finite)).float()
+        lr = rate(state.step)
+        shrink = torch.clamp(norm / clip, min=1) if clip else 1
+        update(state.optimizer, lr, scale * shrink, left_out)
+        if scaled:
+            state.scale = state.scale.after(finite)
+        state.step += 1
+        return _sent(torch.stack([loss, norm, left_out.to(loss.dtype)]), lr)
+
+    return step
+
+
+def make_backward(recipe: Recipe, mesh: Mesh, autocast: torch.autocast) -> Callable[[State, Batch, Tensor], Tensor]:
+    """(state, batch, scale) to the scaled loss of the whole batch; its gradients end up where PyTorch puts them."""
+    tokens, seed, dropout = recipe.training.batch_tokens, recipe.training.seed, recipe.model.dropout > 0
+
+    def backward(state: State, batch: Batch, scale: Tensor) -> Tensor:
+        # A process has a part of the loss: what DDP and FSDP average over processes has to be a sum.
+        factors = batch.weights * (scale * mesh.size / tokens)
+        total = torch.zeros_like(scale)
         for micro, (inputs, targets, numbers, factor) in enumerate(zip(*batch[:3], factors, strict=True), start=1):
-            keys = dropout_keys(seed, state.step, numbers, state.objective.gpt.sites) if has_dropout else None
+            keys = dropout_keys(seed, state.step, numbers, state.objective.gpt.sites) if dropout else None
             with synchronised(state.module, last=micro == len(factors)):
                 with autocast:
                     loss, _ = state.module(inputs, targets, factor, keys)
                 loss.backward()
             total += loss.detach()
-        return total
-
-    def step(state: State, batch: Batch) -> Metrics:
-        loss = backward(state, batch)
         if mesh.size > 1:
-            dist.all_reduce(loss)
-        loss = loss / (state.scale.value * mesh.size)
-        gradients = [parameter.grad for parameter in state.parameters.values() if parameter.grad is not None]
-        norm = whole(torch.nn.utils.get_total_norm(gradients)) / state.scale.value
-        finite = norm.isfinite() & loss.isfinite()
-        left_out = (~finite if leaves_out else torch.zeros_like(finite)).float()
-        divisor = state.scale.value * (torch.clamp(norm / clip, min=1) if clip else 1)
-        lr = rate(state.step)
-        update(state.optimizer, lr, divisor, left_out)
-        state.scale = state.scale.after(finite) if half else state.scale
-        state.step += 1
-        return _sent(torch.stack([loss, norm, left_out.to(loss.dtype)]), lr)
+            dist.all_reduce(total)
+        return total / mesh.size
 
-    return step
+    return backward
 
 
 @torch.no_grad()
