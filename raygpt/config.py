@@ -80,6 +80,9 @@ class Model(Part):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto", description="Of the arithmetic; parameters stay fp32. auto: the best that the device has."
     )
+    implementation: Literal["raygpt", "huggingface"] = Field(
+        "raygpt", description="Whose GPT-2: raygpt's own, or that of transformers, which needs engine torch."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -491,6 +494,14 @@ class Recipe(Part):
                 f"schedule.warmup_steps: {warmup} reaches into the last {falling} of training.steps {steps}, "
                 f"in which schedule.decay_share lets the rate fall; write {steps - falling} or less"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _transformers_model_fits(self) -> Self:
+        if self.model.implementation == "huggingface" and self.engine != "torch":
+            raise ValueError(f"model.implementation: huggingface is not for engine {self.engine}; write engine: torch")
+        if self.model.implementation == "huggingface" and not self.model.bias:
+            raise ValueError("model.bias: transformers' GPT-2 always has biases; write model.implementation: raygpt")
         return self
 
     @model_validator(mode="after")

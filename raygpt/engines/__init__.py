@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import Any
 
+from raygpt.config import Model
 from raygpt.engines.base import Weights
 
 
@@ -11,7 +12,7 @@ def engine_of(name: str) -> Any:
     return import_module(f"raygpt.engines.{name}.engine")
 
 
-def read_weights(name: str, folder: str) -> Weights:
+def read_weights(name: str, folder: str, model: Model, vocab: int) -> Weights:
     """The state in a checkpoint that an engine wrote, as plain arrays that the other can load."""
-    weights: Weights = import_module(f"raygpt.engines.{name}.checkpoint").read_weights(folder)
+    weights: Weights = import_module(f"raygpt.engines.{name}.checkpoint").read_weights(folder, model, vocab)
     return weights

@@ -20,6 +20,7 @@ from raygpt.corpus import tokenizers
 from raygpt.corpus.feed import Feed, rows_of_worker, windows_dataset
 from raygpt.corpus.mixture import Mixture, open_mixture
 from raygpt.corpus.prepare import Watch
+from raygpt.engines.torch import require_torch
 from raygpt.errors import RaygptError
 from raygpt.training import checkpoints, resume
 from raygpt.training.backend import Processes
@@ -90,7 +91,7 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
 def _refuse_what_is_missing(recipe: Recipe) -> None:
     """What recipes can say and this version cannot do yet."""
     if recipe.engine == "torch":
-        raise RaygptError("engine: torch is not built yet; write engine: jax")
+        require_torch(recipe)
     if recipe.cluster.min_workers != recipe.cluster.max_workers:
         raise RaygptError(
             f"cluster.workers: {recipe.cluster.workers}: elastic runs are not built yet; write one number"

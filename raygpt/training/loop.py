@@ -121,7 +121,8 @@ class Loop:
         writer = checkpoints.facts(checkpoint)["engine"]
         if writer == self._task.recipe.engine:
             return self._engine.restore(checkpoint.folder)
-        return self._engine.load(read_weights(writer, checkpoint.folder))
+        model, vocab = self._task.recipe.model, self._task.tokenizer.vocab
+        return self._engine.load(read_weights(writer, checkpoint.folder, model, vocab))
 
     def _save(self, state: Any, step: int, metrics: Any) -> None:
         """Begin to save; what was begun before is finished first."""

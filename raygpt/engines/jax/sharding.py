@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from raygpt.errors import RaygptError
+from raygpt import config
 
 AXES = ("data", "fsdp", "tensor", "context")
 ROWS = ("data", "fsdp")
@@ -38,14 +38,7 @@ PARAMETERS = {  # stacked ones begin with the axis of layers
 def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of a recipe over all devices; the axis that is -1 takes what the others leave."""
     devices = jax.devices() if devices is None else devices
-    fixed = int(np.prod([size for size in sizes.values() if size > 0]))
-    resolved = {axis: len(devices) // fixed if size == -1 else size for axis, size in sizes.items()}
-    if int(np.prod(list(resolved.values()))) != len(devices):
-        wanted = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "data=1"
-        raise RaygptError(
-            f"cluster.mesh: {wanted} does not multiply to the {len(devices)} devices there are; "
-            "write -1 for the axis that takes what is left, or change cluster.workers"
-        )
+    resolved = config.Mesh(**sizes).over(len(devices))
     return Mesh(_arranged(devices, tuple(resolved[axis] for axis in AXES)), AXES)
 
 

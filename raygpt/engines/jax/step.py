@@ -49,7 +49,7 @@ class Metrics(NamedTuple):
     loss: Array
     grad_norm: Array  # before clipping
     lr: Array
-    skipped: Array  # 1 for a step that was left out, else 0
+    skipped: Array  # steps that were left out so far
 
 
 def make_losses(graph: Any, attention: Attention, mesh: Mesh, vocab: int, layers: Layers) -> Losses:
@@ -96,7 +96,8 @@ def make_step(
             after = jax.tree.map(partial(jnp.where, finite), after, stay)
         if scaled:
             after = after._replace(scale=state.scale.after(finite))
-        return after, Metrics(loss, norm, rate, (guarded & ~finite).astype(loss.dtype))
+        updates = optax.tree.get(after.optimizer, "count")
+        return after, Metrics(loss, norm, rate, after.step - updates)
 
     return step
 

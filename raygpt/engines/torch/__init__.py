@@ -1,0 +1,16 @@
+"""The PyTorch engine. This file imports no torch, so that its absence can be said in one line."""
+
+import importlib.util
+
+from raygpt.config import Recipe
+from raygpt.errors import RaygptError
+
+
+def require_torch(recipe: Recipe) -> None:
+    """Refuse, with the remedy, where a package that the recipe's engine needs is missing."""
+    needed = {"torch": "'raygpt[torch]'", "safetensors": "'raygpt[torch]'"}
+    if recipe.model.implementation == "huggingface":
+        needed["transformers"] = "transformers"
+    for package, remedy in needed.items():
+        if importlib.util.find_spec(package) is None:
+            raise RaygptError(f"engine: torch needs {package}, which is not installed: pip install {remedy}")

@@ -1,0 +1,129 @@
+"""Saving and restoring the PyTorch engine's state: a file of safetensors per share, written in the background.
+
+Each file holds rows of every tensor (parameters, AdamW's averages) and says in its header where in the whole they
+begin; `state.json` says the rest. So any number of processes reads just the rows that it needs. Nothing is pickled.
+"""
+
+import json
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from raygpt import storage
+from raygpt.config import Model
+from raygpt.engines.base import Weights
+from raygpt.engines.torch.names import hugging_face_name, to_hugging_face
+from raygpt.engines.torch.state import MEANS, PARAMETERS, SQUARES
+from raygpt.errors import RaygptError
+
+INDEX = "state.json"
+
+
+class Share(NamedTuple):
+    """Rows of a tensor, the first of which is number `first` of the whole."""
+
+    tensor: Tensor
+    first: int
+
+
+class Saver:
+    """Writes one state at a time; `save` returns as soon as the tensors are on their way off the device."""
+
+    def __init__(self) -> None:
+        self._host: dict[str, Tensor] = {}  # kept between saves: making pinned memory is slow
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, shares: Mapping[str, Share], folder: str, share: int, index: dict[str, Any] | None) -> None:
+        """Begin to write this process's rows as file number `share`, and the index where this process has it."""
+        self.wait()
+        copied = self._copy({name: part.tensor for name, part in shares.items()})
+        places = {name: str(part.first) for name, part in shares.items()}
+
+        def write() -> None:
+            try:
+                if copied:
+                    copied.synchronize()
+                with storage.written_whole(storage.join(folder, _file(share))) as path:
+                    save_file({name: self._host[name] for name in shares}, path, places)
+                if index is not None:
+                    storage.write_bytes(storage.join(folder, INDEX), json.dumps(index, indent=1).encode())
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=write)  # no daemon: a program that ends still finishes its checkpoint
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until what was begun is written; raises what went wrong."""
+        if self._thread:
+            self._thread.join()
+        error, self._error, self._thread = self._error, None, None
+        if error:
+            raise error
+
+    def _copy(self, tensors: Mapping[str, Tensor]) -> torch.cuda.Event | None:
+        """Begin to copy to the host, in turn with the steps: the next one finds the tensors free to change."""
+        cuda = any(tensor.is_cuda for tensor in tensors.values())
+        for name, tensor in tensors.items():
+            if name not in self._host:
+                self._host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=cuda)
+            self._host[name].copy_(tensor, non_blocking=cuda)
+        if not cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+
+class Reader:
+    """The tensors in a folder, by rows."""
+
+    def __init__(self, folder: str):
+        try:
+            self.index = json.loads(storage.read_bytes(storage.join(folder, INDEX)))
+        except FileNotFoundError:
+            raise RaygptError(f"{folder} is no checkpoint of engine torch: it has no {INDEX}") from None
+        files = [safe_open(Path(folder, _file(share)), "pt") for share in range(self.index["shares"])]
+        self._parts: dict[str, list[tuple[int, Any]]] = {}  # name -> (first row, slice of a file), in order
+        for file in files:
+            for name, first in file.metadata().items():
+                self._parts.setdefault(name, []).append((int(first), file.get_slice(name)))
+
+    def names(self, kind: str) -> list[str]:
+        """Of all parameters that have a tensor of this kind."""
+        return [name.removeprefix(f"{kind}/") for name in self._parts if name.startswith(f"{kind}/")]
+
+    def rows(self, name: str, first: int = 0, count: int | None = None) -> Tensor:
+        """`count` rows from `first` on, or all."""
+        found = []
+        for begin, part in self._parts[name]:
+            size = part.get_shape()[0]
+            low, high = max(first - begin, 0), size if count is None else min(first + count - begin, size)
+            if low < high:
+                found.append(part[low:high])
+        return torch.cat(found) if found else torch.empty(0)  # a process may have no share of a small tensor
+
+
+def read_weights(folder: str, model: Model, vocab: int) -> Weights:
+    """A checkpoint on the host, as both engines and the outside world understand it."""
+    reader = Reader(folder)
+
+    def arrays(kind: str) -> dict[str, Any]:
+        whole = {name: reader.rows(f"{kind}/{name}") for name in reader.names(kind)}
+        return {
+            hugging_face_name(name): to_hugging_face(name, tensor, vocab).contiguous().numpy()
+            for name, tensor in whole.items()
+        }
+
+    return Weights(arrays(PARAMETERS), arrays(MEANS), arrays(SQUARES), reader.index["step"])
+
+
+def _file(share: int) -> str:
+    return f"share-{share:05d}.safetensors"

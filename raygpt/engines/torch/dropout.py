@@ -1,0 +1,51 @@
+"""Dropout whose masks depend on seed, step, row, site and position alone: the same on any mesh.
+
+PyTorch's generator is a stream: what it gives depends on what was drawn before, and where. Here every element's bits
+are hashed from its row's key and its place in the row, so whoever computes a row drops the same.
+"""
+
+import torch
+from torch import Tensor
+
+START = (0x243F6A88, 0x13198A2E)  # digits of pi: zero would stay zero
+
+
+def mix(x: Tensor) -> Tensor:
+    """int32 to int32, one to one, every bit of the result hanging on every bit of x (Wellons' lowbias32)."""
+    x = x ^ (x >> 16 & 0xFFFF)  # the shift repeats the sign; the mask makes it zeros
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15 & 0x1FFFF)
+    x = x * -0x7B935975  # 0x846CA68B, as int32 has it
+    return x ^ (x >> 16 & 0xFFFF)
+
+
+def fold(key: tuple[Tensor, Tensor], number: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Another key, 64 bits in two int32, for each number."""
+    first = mix(key[0] ^ number)
+    return first, mix(key[1] + first)
+
+
+def dropout_keys(seed: int, step: int, rows: Tensor, sites: int) -> Tensor:
+    """A key for each place that drops and each row, by its number in the batch: int32 [sites, 2, rows]."""
+    key = torch.full_like(rows, START[0]), torch.full_like(rows, START[1])
+    for number in (_int32(seed), _int32(step), rows):
+        key = fold(key, number)
+    site = torch.arange(sites, dtype=rows.dtype, device=rows.device)[:, None]
+    return torch.stack(fold(key, site), dim=1)
+
+
+def dropout(x: Tensor, keys: Tensor | None, rate: float) -> Tensor:
+    """Zero a share of x [rows, time, width] and scale the rest. `keys` [2, rows] are those of the site."""
+    if keys is None or not rate:
+        return x
+    _, time, width = x.shape
+    place = torch.arange(time * width, dtype=keys.dtype, device=x.device).view(time, width)
+    first, second = keys[..., None, None].unbind()  # each [rows, 1, 1]
+    bits = mix(mix(place ^ first) ^ second)  # [rows, time, width], uniform over int32
+    kept = bits >= int(rate * 2**32) - 2**31
+    return torch.where(kept, x / (1 - rate), 0)
+
+
+def _int32(number: int) -> int:
+    """The same 32 bits, read with a sign."""
+    return (number + 2**31) % 2**32 - 2**31

@@ -1,0 +1,66 @@
+"""AdamW and the learning rate, from a recipe, in PyTorch."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raygpt.config import Recipe
+
+
+def make_optimizer(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """Fused: one kernel for all parameters, which also clips and leaves steps out (`update`)."""
+    settings, parameters = recipe.optimizer, list(parameters)
+    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+    vectors = [parameter for parameter in parameters if parameter.ndim == 1]
+    vectors_decay = settings.weight_decay if settings.decay == "all" else 0.0
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": vectors_decay}]
+    optimizer = torch.optim.AdamW(
+        groups,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.epsilon,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+    for parameter in parameters:  # PyTorch makes these in the first step; a state is whole before it
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+def update(optimizer: torch.optim.AdamW, rate: float, divisor: Tensor, left_out: Tensor) -> None:
+    """Take a step with the gradients divided by `divisor`; none where `left_out` is 1. Nothing waits for the device.
+
+    The two are those of PyTorch's GradScaler, which hands them to the fused kernel in the same way.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.grad_scale, optimizer.found_inf = divisor.float(), left_out  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def learning_rate(recipe: Recipe) -> Callable[[int], float]:
+    """The rate of step n. Warm-up rises to the full rate at step `warmup_steps`; no step has a rate of zero."""
+    peak, plan, steps = recipe.optimizer.learning_rate, recipe.schedule, recipe.training.steps
+    rest = max(1, steps - plan.warmup_steps)
+    falling = max(1, round(plan.decay_share * steps))
+    shares: dict[str, Callable[[float], float]] = {  # of the way down, from 1 to 0, n steps after the warm-up
+        "constant": lambda n: 1.0,
+        "cosine": lambda n: (1 + math.cos(math.pi * min(n / rest, 1))) / 2,
+        "linear": lambda n: 1 - min(n / rest, 1),
+        "wsd": lambda n: 1 - min(max(n - (rest - falling), 0) / falling, 1),
+    }
+
+    def rate(step: int) -> float:
+        if step < plan.warmup_steps:
+            return peak * (step + 1) / (plan.warmup_steps + 1)
+        return peak * (plan.end + (1 - plan.end) * shares[plan.kind](step - plan.warmup_steps))
+
+    return rate

@@ -1,0 +1,25 @@
+"""This process as one of several that train together."""
+
+import os
+from collections.abc import Sequence
+
+
+def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], threads: int) -> None:
+    """Make this worker one of the processes, with one GPU or so many threads. Comes before anything uses CUDA."""
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus[0])
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads)
+    if workers > 1:
+        backend = "nccl" if gpus else "gloo"
+        dist.init_process_group(backend, init_method=f"tcp://{address}", world_size=workers, rank=rank)
+
+
+def leave() -> None:
+    """Part from the other processes."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

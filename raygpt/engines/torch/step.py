@@ -1,0 +1,109 @@
+"""One training step: gradients of a batch in micro-batches, clipped, applied; and the scoring of rows.
+
+Whatever the mesh and the accumulation, the numbers are those of one device that computes the batch at once: sums are
+divided by the global count of tokens, padding rows weigh nothing, and dropout knows only seed, step and row.
+Nothing here waits for the device.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from raygpt.config import Recipe
+from raygpt.engines.torch.dropout import dropout_keys
+from raygpt.engines.torch.optimizer import learning_rate, update
+from raygpt.engines.torch.sharding import Mesh, synchronised, whole
+from raygpt.engines.torch.state import State
+
+
+class Batch(NamedTuple):
+    """This process's rows of a batch on its device, cut into micro-batches."""
+
+    inputs: Tensor  # int32 [accumulation, rows, time]
+    targets: Tensor
+    numbers: Tensor  # int32 [accumulation, rows]: which row of the batch each is
+    weights: Tensor  # [accumulation, rows]: 1, or 0 for rows that only fill up
+
+
+class Metrics(NamedTuple):
+    """What a step reports, on its way from the device to the host."""
+
+    values: Tensor  # loss, gradient norm before clipping, steps that were left out so far
+    lr: float
+    arrived: torch.cuda.Event | None
+
+    def read(self) -> dict[str, float]:
+        """Wait for them."""
+        if self.arrived:
+            self.arrived.synchronize()
+        loss, norm, skipped = self.values.tolist()
+        return {"loss": loss, "grad_norm": norm, "lr": self.lr, "skipped": skipped}
+
+
+def make_step(recipe: Recipe, mesh: Mesh, autocast: torch.autocast, scaled: bool) -> Callable[[State, Batch], Metrics]:
+    """The function that takes a step. `scaled` is for fp16."""
+    clip, rate = recipe.optimizer.clip, learning_rate(recipe)
+    guarded = scaled or recipe.training.on_nan == "skip"
+    backward = make_backward(recipe, mesh, autocast)
+
+    def step(state: State, batch: Batch) -> Metrics:
+        scale = state.scale.value if scaled else torch.ones_like(state.scale.value)
+        loss = backward(state, batch, scale) / scale
+        gradients = [parameter.grad for parameter in state.parameters.values() if parameter.grad is not None]
+        norm = whole(torch.nn.utils.get_total_norm(gradients)) / scale
+        finite = loss.isfinite() & norm.isfinite()
+        left_out = (~finite if guarded else torch.zeros_like(finite)).float()
+        lr = rate(state.step)
+        shrink = torch.clamp(norm / clip, min=1) if clip else 1
+        update(state.optimizer, lr, scale * shrink, left_out)
+        if scaled:
+            state.scale = state.scale.after(finite)
+        state.step += 1
+        skipped = state.step - state.numbers()["updates"]
+        return _sent(torch.stack([loss, norm, skipped.to(loss.dtype)]), lr)
+
+    return step
+
+
+def make_backward(recipe: Recipe, mesh: Mesh, autocast: torch.autocast) -> Callable[[State, Batch, Tensor], Tensor]:
+    """(state, batch, scale) to the scaled loss of the whole batch; its gradients end up where PyTorch puts them."""
+    tokens, seed, dropout = recipe.training.batch_tokens, recipe.training.seed, recipe.model.dropout > 0
+
+    def backward(state: State, batch: Batch, scale: Tensor) -> Tensor:
+        # A process has a part of the loss: what DDP and FSDP average over processes has to be a sum.
+        factors = batch.weights * (scale * mesh.size / tokens)
+        total = torch.zeros_like(scale)
+        for micro, (inputs, targets, numbers, factor) in enumerate(zip(*batch[:3], factors, strict=True), start=1):
+            keys = dropout_keys(seed, state.step, numbers, state.objective.gpt.sites) if dropout else None
+            with synchronised(state.module, last=micro == len(factors)):
+                with autocast:
+                    loss, _ = state.module(inputs, targets, factor, keys)
+                loss.backward()
+            total += loss.detach()
+        if mesh.size > 1:
+            dist.all_reduce(total)
+        return total / mesh.size
+
+    return backward
+
+
+@torch.no_grad()
+def score(objective: nn.Module, inputs: Tensor, targets: Tensor, autocast: torch.autocast) -> Tensor:
+    """The loss of each row [rows, time], a mean over time."""
+    nothing = torch.zeros(len(inputs), device=inputs.device)
+    with autocast:
+        return objective(inputs, targets, nothing, None)[1] / inputs.shape[1]
+
+
+def _sent(values: Tensor, lr: float) -> Metrics:
+    """Begin to copy metrics to the host, right behind the step, not behind all that is queued when they are read."""
+    if values.device.type != "cuda":
+        return Metrics(values, lr, None)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return Metrics(host, lr, arrived)

@@ -1,0 +1,465 @@
+"""The PyTorch engine in one process: accumulation, precision, what is left out, memory, sampling, and JAX's numbers."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the extra torch")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from raygpt.engines.base import Weights  # noqa: E402
+from raygpt.engines.torch import engine as engine_module  # noqa: E402
+from raygpt.engines.torch import require_torch  # noqa: E402
+from raygpt.engines.torch import state as state_module  # noqa: E402
+from raygpt.engines.torch.engine import TorchEngine, choose_precision  # noqa: E402
+from raygpt.engines.torch.state import LossScale  # noqa: E402
+from raygpt.errors import RaygptError  # noqa: E402
+from raygpt.inference.sampling import sample  # noqa: E402
+from raygpt.recipes import load_recipe  # noqa: E402
+
+STEPS, ROWS, CONTEXT, VOCAB = 20, 12, 16, 100
+WINDOWS = np.random.default_rng(0).integers(0, VOCAB, (STEPS, ROWS, CONTEXT + 1)).astype(np.int32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Matrices as small as these are slower on two, and much slower where the cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def recipe(rows=ROWS, steps=STEPS, engine="torch", optimizer=None, mesh=None, **settings):
+    training = {key: settings.pop(key) for key in ("compile", "remat", "on_nan") if key in settings}
+    sizes = {"layers": 2, "heads": 4, "width": 32, "context": CONTEXT, "dropout": 0.1, **settings}
+    return load_recipe(
+        "tiny",
+        {
+            "engine": engine,
+            "model": sizes,
+            "training": {"steps": steps, "batch_tokens": rows * CONTEXT, **training},
+            "optimizer": optimizer or {},
+            "schedule.warmup_steps": 5,
+            "cluster.mesh": mesh or {},
+        },
+    )
+
+
+def make_engine(accumulation=1, precision="fp32", **settings):
+    return TorchEngine(recipe(**settings), VOCAB, accumulation=accumulation, precision=precision, device="cpu")
+
+
+def train(engine, state, windows=WINDOWS):
+    """Loss and gradient norm of each step, and the last state."""
+    numbers = []
+    for batch in windows:
+        state, metrics = engine.step(state, engine.put(batch[engine.rows]))
+        numbers.append([engine.read(metrics)[key] for key in ("loss", "grad_norm")])
+    return np.array(numbers), state
+
+
+def gradients(engine, weights, windows):
+    """Loss of a batch and its gradient, by what AdamW's first step from zero puts into its average."""
+    state, metrics = engine.step(engine.load(Weights(weights)), engine.put(windows[engine.rows]))
+    (beta, _), means = engine.recipe.optimizer.betas, engine.gather(state).means
+    return engine.read(metrics), {name: mean / (1 - beta) for name, mean in means.items()}
+
+
+def relative(ours, right):
+    """The distance of two arrays, relative to the second's norm."""
+    return np.linalg.norm(np.asarray(ours, np.float64) - right) / np.linalg.norm(right)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The run that others are compared with, in fp64: numbers, and everything after."""
+    engine = make_engine(precision="fp64")
+    numbers, state = train(engine, engine.start())
+    return numbers, engine.gather(state), engine.score(state, WINDOWS[0])
+
+
+# Batches
+
+
+@pytest.mark.parametrize("accumulation", [2, 3, 5])  # 5: a batch of 12 rows in 15 places
+def test_accumulated_steps_are_those_of_one_large_batch(accumulation, alone):
+    engine = make_engine(accumulation, precision="fp64")
+    assert engine.rows == list(range(ROWS))
+    numbers, state = train(engine, engine.start())
+    np.testing.assert_allclose(numbers, alone[0], rtol=1e-9)
+    np.testing.assert_allclose(engine.score(state, WINDOWS[0]), alone[2], rtol=1e-9)
+
+
+def test_the_run_is_worth_comparing(alone):
+    losses, norms = alone[0].T
+    assert losses[0] == pytest.approx(np.log(VOCAB), rel=0.02)
+    assert len(set(losses)) == len(set(norms)) == STEPS
+
+
+def test_in_fp32_they_agree_to_a_ten_thousandth(alone):
+    engine = make_engine(3)
+    np.testing.assert_allclose(train(engine, engine.start())[0], alone[0], rtol=1e-4)
+
+
+def test_transformers_model_trains_to_the_same_numbers(alone):
+    pytest.importorskip("transformers")
+    engine = make_engine(2, precision="fp64", implementation="huggingface")
+    numbers, state = train(engine, engine.start())
+    np.testing.assert_allclose(numbers, alone[0], rtol=1e-9)
+    gathered = engine.gather(state)
+    for name, value in alone[1].parameters.items():
+        np.testing.assert_allclose(gathered.parameters[name], value, atol=1e-9, err_msg=name)
+    assert "without dropout inside attention" in engine.describe()["model"]
+
+
+def test_a_batch_of_five_rows_in_eight_places_is_the_plain_mean_of_five():
+    engine = make_engine(4, precision="fp64", rows=5, dropout=0.0, optimizer={"clip": None})
+    batch = engine.put(WINDOWS[0, :5])
+    assert batch.inputs.shape == (4, 2, CONTEXT)
+    assert batch.weights.flatten().tolist() == [1] * 5 + [0] * 3
+    start = engine.start()
+    plain = engine.start().objective
+    loss, _ = plain(
+        *(torch.from_numpy(part) for part in (WINDOWS[0, :5, :-1], WINDOWS[0, :5, 1:])), torch.ones(5), None
+    )
+    (loss / (5 * CONTEXT)).backward()
+    metrics, ours = gradients(engine, engine.gather(start).parameters, WINDOWS[0, :5])
+    assert metrics["loss"] == pytest.approx(loss.item() / (5 * CONTEXT), rel=1e-12)
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-12)
+    tokens = plain.gpt.tokens.weight.grad[:VOCAB].numpy()
+    np.testing.assert_allclose(ours["transformer.wte.weight"], tokens, atol=1e-12)
+
+
+def test_masks_change_with_step_and_row():
+    engine = make_engine(dropout=0.3)
+
+    def loss(windows, step=0):
+        begun = engine.start()
+        begun.step = step
+        return engine.read(engine.step(begun, engine.put(windows))[1])["loss"]
+
+    first = loss(WINDOWS[0])
+    assert loss(WINDOWS[0]) == first
+    assert loss(WINDOWS[0], step=1) != pytest.approx(first, rel=1e-5)
+    assert loss(WINDOWS[0][::-1].copy()) != pytest.approx(first, rel=1e-5), "a row's mask goes by its number"
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for the device: numbers that Python asks for, and shapes that depend on them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        self.count += function in (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_never_waits_for_its_own_numbers(precision):
+    engine = make_engine(2, precision=precision, on_nan="skip")
+    state = engine.start()
+    with Waits() as waits:
+        state, _ = engine.step(state, engine.put(WINDOWS[0]))
+        assert waits.count == 0
+        float(state.scale.value)
+        assert waits.count == 1, "this is how one would show"
+
+
+# Precision, and steps that are left out
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_computes_but_parameters_averages_and_losses_are_fp32(precision, alone):
+    engine = make_engine(2, precision=precision)
+    numbers, state = train(engine, engine.start())
+    np.testing.assert_allclose(numbers, alone[0], rtol=2e-2)
+    assert {tensor.dtype for _, _, tensor in state.tensors()} == {torch.float32}
+    scores = engine.score(state, WINDOWS[0])
+    np.testing.assert_allclose(scores, alone[2], rtol=5e-3)
+    assert scores.dtype == np.float32
+    assert len(set(scores.tolist())) == ROWS  # bf16 would tell numbers around 4.6 apart in steps of 0.03
+
+
+def poisoned(engine, state):
+    """The state with one parameter that is not a number."""
+    weights = engine.gather(state)
+    bias = weights.parameters["transformer.ln_f.bias"].copy()
+    bias[3] = np.nan
+    return engine.load(
+        Weights({**weights.parameters, "transformer.ln_f.bias": bias}, weights.means, weights.squares, 1)
+    )
+
+
+def test_a_step_that_is_not_a_number_is_left_out_and_counted_if_the_recipe_says_so():
+    engine = make_engine(on_nan="skip")
+    state = poisoned(engine, train(engine, engine.start(), WINDOWS[:1])[1])
+    before = engine.gather(state)
+    state, metrics = engine.step(state, engine.put(WINDOWS[1]))
+    said, after = engine.read(metrics), engine.gather(state)
+    assert np.isnan(said["loss"])
+    assert said["skipped"] == 1
+    for kind in ("parameters", "means", "squares"):
+        for name, value in getattr(before, kind).items():
+            np.testing.assert_array_equal(getattr(after, kind)[name], value, err_msg=name)
+    assert after.step == 2, "the next batch is the next one all the same"
+    assert float(state.numbers()["updates"]) == 1
+
+
+def test_after_a_step_that_was_left_out_training_goes_on():
+    engine = make_engine(on_nan="skip", precision="fp64", dropout=0.0)
+    state = train(engine, engine.start(), WINDOWS[:1])[1]
+    bias = state.parameters["norm.bias"]
+    kept = bias.detach().clone()
+    with torch.no_grad():
+        bias.fill_(torch.inf)
+    state, left_out = engine.step(state, engine.put(WINDOWS[1]))
+    with torch.no_grad():
+        bias.copy_(kept)
+    state, metrics = engine.step(state, engine.put(WINDOWS[2]))
+    assert [engine.read(m)["skipped"] for m in (left_out, metrics)] == [1, 1]
+    assert engine.read(metrics)["loss"] == pytest.approx(np.log(VOCAB), rel=0.05)
+
+
+def test_otherwise_it_is_taken_and_its_loss_tells():
+    engine = make_engine(on_nan="stop")
+    state = poisoned(engine, engine.start())
+    state, metrics = engine.step(state, engine.put(WINDOWS[0]))
+    assert np.isnan(engine.read(metrics)["loss"])
+    assert engine.read(metrics)["skipped"] == 0
+    assert np.isnan(engine.gather(state).parameters["transformer.wte.weight"]).all()
+
+
+def test_fp16_gradients_of_many_tokens_do_not_vanish():
+    """A mean over half a million tokens gives each a gradient below fp16's smallest number; here it is 8192."""
+    rows = 512
+    windows = np.random.default_rng(1).integers(0, VOCAB, (rows, CONTEXT + 1)).astype(np.int32)
+    settings = {"rows": rows, "dropout": 0.0, "optimizer": {"clip": None}}
+    exact, half = make_engine(**settings), make_engine(precision="fp16", **settings)
+    weights = exact.gather(exact.start()).parameters
+    expected, right = gradients(exact, weights, windows)
+    metrics, ours = gradients(half, weights, windows)
+    assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.01)
+    everything = lambda arrays: np.concatenate([arrays[name].ravel() for name in right])  # noqa: E731
+    assert relative(everything(ours), everything(right)) < 0.01
+
+
+def test_fp16s_loss_scale_halves_with_every_overflow_until_steps_are_taken(monkeypatch):
+    monkeypatch.setattr(engine_module, "FIRST_SCALE", 2.0**26)  # overflows: fp16 ends at 65504
+    engine = make_engine(precision="fp16", dropout=0.0)
+    begun = engine.start()
+    before = engine.gather(begun).parameters
+    skipped, scales = [], []
+    for _ in range(12):
+        begun, metrics = engine.step(begun, engine.put(WINDOWS[0]))
+        skipped.append(engine.read(metrics)["skipped"])
+        scales.append(float(begun.scale.value))
+        assert np.isfinite(engine.read(metrics)["loss"])
+    taken = int(skipped[-1])  # the first that was not left out
+    assert 1 <= taken <= 10
+    assert skipped == [*range(1, taken + 1), *[taken] * (12 - taken)]
+    assert scales == [2.0 ** (26 - min(n, taken)) for n in range(1, 13)]
+    after = engine.gather(begun)
+    assert all(np.isfinite(value).all() for value in after.parameters.values())
+    assert np.abs(after.parameters["transformer.wte.weight"] - before["transformer.wte.weight"]).max() > 0
+
+
+def test_fp16s_loss_scale_doubles_after_many_steps_without_an_overflow(monkeypatch):
+    monkeypatch.setattr(state_module, "GROWTH_STEPS", 3)
+    scale, values = LossScale(torch.tensor(8.0), torch.tensor(0)), []
+    for finite in [True, True, True, True, False, True, True, True]:
+        scale = scale.after(torch.tensor(finite))
+        values.append(float(scale.value))
+    assert values == [8, 8, 16, 16, 8, 8, 8, 16]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "capability", "chosen"),
+    [
+        ("auto", "cpu", None, "fp32"),
+        ("auto", "cuda", (9, 0), "bf16"),
+        ("auto", "cuda", (7, 5), "fp16"),  # a T4
+        ("bf16", "cpu", None, "bf16"),
+        ("fp32", "cuda", (9, 0), "fp32"),
+    ],
+)
+def test_precision_is_the_recipes_or_the_devices_best(wanted, device, capability, chosen, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert choose_precision(wanted, torch.device(device)) == chosen
+
+
+# Memory and compilation
+
+
+class Kept:
+    """Bytes that the forward pass keeps for the backward pass."""
+
+    def __enter__(self):
+        self.tensors = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+        return self
+
+    def _pack(self, tensor):
+        self.tensors[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def __exit__(self, *error):
+        self._hooks.__exit__(*error)
+        self.bytes = sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
+
+
+@pytest.mark.parametrize("implementation", ["raygpt", "huggingface"])
+@pytest.mark.parametrize("remat", ["products", "blocks"])
+def test_what_is_computed_again_changes_no_number(remat, implementation, alone):
+    if implementation == "huggingface":
+        pytest.importorskip("transformers")
+    engine = make_engine(precision="fp64", remat=remat, implementation=implementation)
+    numbers, _ = train(engine, engine.start(), WINDOWS[:3])
+    np.testing.assert_allclose(numbers, alone[0][:3], rtol=1e-12)
+
+
+class Products(TorchDispatchMode):
+    """Counts products of an activation with a kernel: one per linear layer, forward."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function == torch.ops.aten.addmm.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("remat", "times"), [("none", 1), ("products", 1), ("blocks", 2)])
+def test_products_are_computed_again_only_with_whole_blocks(remat, times):
+    engine = make_engine(remat=remat, layers=3)
+    state, batch = engine.start(), engine.put(WINDOWS[0])
+    with Products() as products:
+        engine.step(state, batch)
+    assert products.count == times * 3 * 4  # layers, and qkv, out, up, down
+
+
+def test_blocks_that_are_computed_again_keep_less():
+    kept = {}
+    for remat in ("none", "blocks"):
+        engine = make_engine(remat=remat, layers=4)
+        objective = engine.start().objective
+        ids = torch.from_numpy(WINDOWS[0])
+        with Kept() as seen:
+            objective(ids[:, :-1], ids[:, 1:], torch.ones(ROWS), None)
+        kept[remat] = seen.bytes
+    assert kept["blocks"] < kept["none"] / 3
+
+
+def test_compiled_it_gives_the_same_numbers(alone):
+    engine = make_engine(2, precision="fp64", compile="unrolled")
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    with torch.compiler.set_stance(force_backend="aot_eager"):  # traced and cut like any other; C++ takes 30 s more
+        numbers, state = train(engine, engine.start(), WINDOWS[:5])
+        assert counters["stats"]["unique_graphs"] == 1, "one graph for the whole model and every step"
+        np.testing.assert_allclose(numbers, alone[0][:5], rtol=1e-9)
+        assert sample(engine, state, WINDOWS[0, :2, :3], 4).shape == (2, 4)
+        assert counters["stats"]["unique_graphs"] == 1, "each length of the cache would be another"
+    assert not counters["graph_break"]
+    assert engine.describe()["compiled"] == "whole"
+
+
+# Sampling
+
+
+@pytest.mark.parametrize("implementation", ["raygpt", "huggingface"])
+def test_with_a_cache_the_logits_are_those_without(implementation):
+    if implementation == "huggingface":
+        pytest.importorskip("transformers")
+    engine = make_engine(precision="fp64", implementation=implementation)
+    state = train(engine, engine.start(), WINDOWS[:5])[1]
+    ids = WINDOWS[0, :3, :CONTEXT]
+    gpt = state.objective.gpt
+    with torch.no_grad():
+        expected = (gpt(torch.from_numpy(ids)) @ gpt.table[:VOCAB].T).numpy()  # [rows, time, vocabulary]
+    logits, cache = engine.prefill(state, ids[:, :4])
+    assert logits.shape == (3, VOCAB)
+    np.testing.assert_allclose(logits, expected[:, 3], rtol=1e-9)
+    for start, end in [(4, 5), (5, 6), (6, 9), (9, 16)]:  # one token at a time, or several
+        logits, cache = engine.decode(state, ids[:, start:end], start, cache)
+        np.testing.assert_allclose(logits, expected[:, end - 1], rtol=1e-9)
+
+
+# Weights, which cross to the other engine
+
+
+def test_what_is_gathered_and_loaded_goes_on_bit_for_bit():
+    engine = make_engine(2)
+    state = train(engine, engine.start(), WINDOWS[:5])[1]
+    weights = engine.gather(state)
+    assert weights.parameters["transformer.wte.weight"].shape == (VOCAB, 32)
+    assert weights.parameters["transformer.h.1.mlp.c_fc.weight"].shape == (32, 128)
+    assert weights.parameters.keys() == weights.means.keys() == weights.squares.keys()
+    assert weights.step == 5
+    went_on = train(engine, state, WINDOWS[5:10])[0]
+    np.testing.assert_array_equal(train(engine, engine.load(weights), WINDOWS[5:10])[0], went_on)
+
+
+def test_parameters_alone_begin_with_averages_of_zero():
+    engine = make_engine()
+    weights = engine.gather(engine.start())
+    loaded = engine.load(Weights(weights.parameters))
+    np.testing.assert_array_equal(train(engine, loaded)[0], train(engine, engine.start())[0])
+
+
+# What it says
+
+
+def test_it_says_what_computes():
+    about = make_engine().describe()
+    assert about["engine"] == f"torch {torch.__version__}"
+    assert (about["device"], about["devices"], about["mesh"]) == ("cpu", "1", "one device")
+    assert (about["precision"], about["compiled"], about["model"]) == ("fp32", "no", "raygpt GPT")
+
+
+def refusal(make):
+    with pytest.raises(RaygptError) as caught:
+        make()
+    return str(caught.value).removeprefix("recipe 'tiny': ")
+
+
+def test_what_cannot_be_is_refused_in_one_line(monkeypatch):
+    assert refusal(lambda: make_engine(mesh={"data": 2})) == (
+        "cluster.mesh: data=2 does not multiply to the 1 devices there are; "
+        "write -1 for the axis that takes what is left, or change cluster.workers"
+    )
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    assert refusal(lambda: make_engine(mesh={"tensor": 2})) == (
+        "cluster.mesh.tensor: 2 is not for engine torch; write cluster.mesh.fsdp instead, or engine: jax"
+    )
+    assert refusal(lambda: recipe(engine="jax", implementation="huggingface")) == (
+        "model.implementation: huggingface is not for engine jax; write engine: torch"
+    )
+    assert refusal(lambda: recipe(bias=False, implementation="huggingface")) == (
+        "model.bias: transformers' GPT-2 always has biases; write model.implementation: raygpt"
+    )
+
+
+def test_without_pytorch_all_can_be_imported_but_the_engine():
+    program = "import sys; sys.modules['torch'] = None; import raygpt.engines.torch, raygpt.recipes, raygpt.cli"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+
+
+def test_without_pytorch_the_extra_is_named(monkeypatch):
+    require_torch(recipe())
+    for missing, remedy in [("torch", "'raygpt[torch]'"), ("transformers", "transformers")]:
+        monkeypatch.setitem(sys.modules, missing, None)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, missing=missing: None if name == missing else 1)
+        assert refusal(lambda: require_torch(recipe(implementation="huggingface"))) == (
+            f"engine: torch needs {missing}, which is not installed: pip install {remedy}"
+        )

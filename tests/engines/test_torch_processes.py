@@ -1,0 +1,352 @@
+"""The PyTorch engine in two and four processes: copies, shares, and both; and checkpoints from any to any."""
+
+import json
+import multiprocessing
+import pickle
+import socket
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the extra torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from raygpt.engines.torch.checkpoint import read_weights  # noqa: E402
+from raygpt.engines.torch.engine import TorchEngine  # noqa: E402
+from raygpt.engines.torch.processes import join, leave  # noqa: E402
+from raygpt.engines.torch.sharding import local  # noqa: E402
+from raygpt.errors import RaygptError  # noqa: E402
+from raygpt.inference.sampling import sample  # noqa: E402
+from raygpt.recipes import load_recipe  # noqa: E402
+
+STEPS, ROWS, CONTEXT, VOCAB = 20, 12, 16, 100
+HALF = STEPS // 2
+WINDOWS = np.random.default_rng(0).integers(0, VOCAB, (STEPS, ROWS, CONTEXT + 1)).astype(np.int32)
+COPIES, SHARES, BOTH = {"data": 2}, {"data": 1, "fsdp": 2}, {"data": 2, "fsdp": 2}
+
+
+def make_engine(mesh=None, accumulation=1, precision="fp64", compile="off", remat="none", **model):
+    # 25 is odd: of two shares of a norm one has 13 rows, the other 12
+    sizes = {"layers": 2, "heads": 5, "width": 25, "context": CONTEXT, "dropout": 0.1, **model}
+    settings = {
+        "engine": "torch",
+        "model": sizes,
+        "training": {
+            "steps": STEPS,
+            "batch_tokens": ROWS * CONTEXT,
+            "on_nan": "skip",
+            "compile": compile,
+            "remat": remat,
+        },
+        "schedule.warmup_steps": 5,
+        "cluster.mesh": mesh or {},
+    }
+    return TorchEngine(load_recipe("tiny", settings), VOCAB, accumulation=accumulation, precision=precision)
+
+
+def train(engine, state, steps=range(STEPS)):
+    """Loss and gradient norm of each step, and the last state."""
+    numbers = []
+    for step in steps:
+        state, metrics = engine.step(state, engine.put(WINDOWS[step][engine.rows]))
+        numbers.append([engine.read(metrics)[key] for key in ("loss", "grad_norm")])
+    return np.array(numbers), state
+
+
+def saved(engine, state, folder):
+    engine.save(state, str(folder))
+    state, _ = engine.step(state, engine.put(WINDOWS[HALF][engine.rows]))  # while it is written
+    engine.wait_for_save()
+    return state
+
+
+def together(work, processes, folder):
+    """What a function returns in each of so many processes that joined."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    jobs = [(rank, address, processes, work, str(folder)) for rank in range(processes)]
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(_joined, *zip(*jobs, strict=True)))
+
+
+def _joined(rank, address, processes, work, folder):
+    join(address, processes, rank, gpus=[], threads=1)
+    try:
+        return work(folder)
+    finally:
+        leave()
+
+
+# In one process
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """Numbers of each step, scores, text and weights after; its checkpoint of half way lies in `folder`."""
+    torch.set_num_threads(1)
+    engine = make_engine()
+    before, state = train(engine, engine.start(), range(HALF))
+    engine.save(state, str(folder / "alone"))
+    engine.wait_for_save()
+    after, state = train(engine, state, range(HALF, STEPS))
+    return np.concatenate([before, after]), results(engine, state)
+
+
+def results(engine, state):
+    text = sample(engine, state, WINDOWS[0, :2, :3], 4, temperature=0.0)
+    return engine.score(state, WINDOWS[0]), text, engine.gather(state)
+
+
+def assert_same_results(found, right):
+    np.testing.assert_allclose(found[0], right[0], rtol=1e-9)
+    np.testing.assert_array_equal(found[1], right[1])
+    assert found[2].step == right[2].step
+    for kind in ("parameters", "means", "squares"):
+        ours, theirs = getattr(found[2], kind), getattr(right[2], kind)
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            np.testing.assert_allclose(ours[name], value, rtol=1e-6, atol=1e-9, err_msg=f"{kind} {name}")
+
+
+# In two
+
+
+def in_two(folder):
+    """Everything that two processes are asked, in one start of them."""
+    said = {}
+    for name, mesh, accumulation in [("data=2", COPIES, 1), ("data=2 of 3", COPIES, 3), ("fsdp=2", SHARES, 2)]:
+        engine = make_engine(mesh, accumulation)
+        numbers, state = train(engine, engine.start())
+        said[name] = engine.rows, numbers, results(engine, state)
+    said["shares"] = {name: tuple(local(value).shape) for name, value in state.parameters.items()}
+    for precision in ("fp32", "bf16"):
+        engines = [make_engine(mesh, 2, precision=precision) for mesh in (COPIES, SHARES)]
+        said[precision] = [train(engine, engine.start())[0] for engine in engines]
+    said["transformers"] = in_transformers()
+    for name, mesh in [("data=2", COPIES), ("fsdp=2", SHARES)]:
+        engine = make_engine(mesh)
+        said[f"alone to {name}"] = train(engine, engine.restore(f"{folder}/alone"), range(HALF, STEPS))[0]
+        state = train(engine, engine.start(), range(HALF))[1]
+        state = saved(engine, state, f"{folder}/{name}")
+        went_on = train(engine, state, range(HALF + 1, STEPS))[0]
+        said[f"{name} again"] = train(engine, engine.restore(f"{folder}/{name}"), range(HALF, STEPS))[0][1:], went_on
+    said["data=2 to fsdp=2"] = train(engine, engine.restore(f"{folder}/data=2"), range(HALF, STEPS))[0]
+    said["poisoned"] = poisoned()
+    engine = make_engine(SHARES, 2, remat="blocks")
+    said["computed again"] = train(engine, engine.start(), range(3))[0]
+    said["compiled"] = [compiled(mesh) for mesh in (COPIES, SHARES)]
+    return said
+
+
+def in_transformers():
+    engine = make_engine(SHARES, 2, implementation="huggingface")
+    numbers, state = train(engine, engine.start())
+    return numbers, results(engine, state)
+
+
+def poisoned():
+    """Whether a step is left out by both processes if only one of them has a number that is none."""
+    engine = make_engine(SHARES)
+    state = engine.start()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            local(state.parameters["norm.bias"])[0] = torch.nan
+    state, metrics = engine.step(state, engine.put(WINDOWS[0][engine.rows]))
+    return engine.read(metrics)["skipped"], float(state.numbers()["updates"])
+
+
+def compiled(mesh):
+    """The first steps, the number of graphs and what cut them."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    engine = make_engine(mesh, compile="unrolled")
+    with torch.compiler.set_stance(force_backend="aot_eager"):  # traced like any other; C++ takes half a minute more
+        numbers, _ = train(engine, engine.start(), range(3))
+    return numbers, counters["stats"]["unique_graphs"], dict(counters["graph_break"]), engine.describe()["compiled"]
+
+
+@pytest.fixture(scope="module")
+def two(folder, alone):
+    return together(in_two, 2, folder)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows"),
+    [
+        ("data=2", [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]),
+        ("data=2 of 3", [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]),
+        ("fsdp=2", [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]),  # half of each micro-batch
+    ],
+)
+def test_two_processes_share_the_rows_and_get_the_numbers_of_one(mesh, rows, two, alone):
+    for said, its_rows in zip(two, rows, strict=True):
+        found, numbers, after = said[mesh]
+        assert found == its_rows
+        np.testing.assert_allclose(numbers, alone[0], rtol=1e-9)
+        assert_same_results(after, alone[1])
+
+
+def test_the_run_is_worth_comparing(alone):
+    losses, norms = alone[0].T
+    assert losses[0] == pytest.approx(np.log(VOCAB), rel=0.02)
+    assert len(set(losses)) == len(set(norms)) == STEPS
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 1e-2)])
+def test_in_less_precision_they_agree_as_far_as_it_goes(precision, tolerance, two, alone):
+    for numbers in two[0][precision]:
+        np.testing.assert_allclose(numbers, alone[0], rtol=tolerance)
+
+
+def test_transformers_model_in_shares_gets_the_same_numbers(two, alone):
+    pytest.importorskip("transformers")
+    numbers, after = two[1]["transformers"]
+    np.testing.assert_allclose(numbers, alone[0], rtol=1e-9)
+    assert_same_results(after, alone[1])
+
+
+def test_of_a_model_in_shares_each_process_has_half(two):
+    first, second = (said["shares"] for said in two)
+    assert first["tokens.weight"] == second["tokens.weight"] == (64, 25)
+    assert first["blocks.1.up.weight"] == second["blocks.1.up.weight"] == (50, 25)
+    assert (first["norm.bias"], second["norm.bias"]) == ((13,), (12,))
+
+
+def test_blocks_in_shares_can_be_computed_again(two, alone):
+    np.testing.assert_allclose(two[0]["computed again"], alone[0][:3], rtol=1e-9)
+
+
+def test_compiled_block_by_block_the_numbers_are_the_same(two, alone):
+    for numbers, graphs, breaks, how in two[0]["compiled"]:
+        np.testing.assert_allclose(numbers, alone[0][:3], rtol=1e-9)
+        assert graphs <= 2, "one for all blocks; and one for the loss, the second time the same"
+        assert not breaks
+        assert how == "by blocks"
+
+
+def test_a_number_that_is_none_in_one_process_is_a_step_left_out_by_all(two):
+    assert [said["poisoned"] for said in two] == [(1, 0), (1, 0)]
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("mesh", ["data=2", "fsdp=2"])
+def test_one_processs_checkpoint_goes_on_in_two(mesh, two, alone):
+    for said in two:
+        np.testing.assert_allclose(said[f"alone to {mesh}"], alone[0][HALF:], rtol=1e-9)
+
+
+@pytest.mark.parametrize("mesh", ["data=2", "fsdp=2"])
+def test_two_processes_checkpoint_goes_on_in_one(mesh, two, alone, folder):
+    engine = make_engine()
+    numbers, state = train(engine, engine.restore(str(folder / mesh)), range(HALF, STEPS))
+    np.testing.assert_allclose(numbers, alone[0][HALF:], rtol=1e-9)
+    assert_same_results(results(engine, state), alone[1])
+
+
+@pytest.mark.parametrize("mesh", ["data=2", "fsdp=2"])
+def test_on_the_mesh_that_saved_it_a_checkpoint_goes_on_bit_for_bit(mesh, two):
+    for said in two:
+        again, went_on = said[f"{mesh} again"]
+        np.testing.assert_array_equal(again, went_on)
+
+
+def test_a_checkpoint_of_copies_goes_on_in_shares(two, alone):
+    np.testing.assert_allclose(two[0]["data=2 to fsdp=2"], alone[0][HALF:], rtol=1e-9)
+
+
+@pytest.mark.parametrize(("mesh", "files"), [("alone", 1), ("data=2", 1), ("fsdp=2", 2)])
+def test_a_checkpoint_is_a_file_per_share_and_an_index(mesh, files, two, folder):
+    names = sorted(path.name for path in (folder / mesh).iterdir())
+    assert names == [*(f"share-{n:05d}.safetensors" for n in range(files)), "state.json"]
+    index = json.loads((folder / mesh / "state.json").read_text())
+    assert index == {"shares": files, "step": HALF}
+
+
+def test_nothing_in_a_checkpoint_is_pickled(two, folder, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("unpickled")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    monkeypatch.setattr(torch, "load", refuse)
+    restored = make_engine().restore(str(folder / "fsdp=2"))
+    assert restored.step == HALF
+    assert {path.suffix for path in folder.glob("*/*")} == {".json", ".safetensors"}
+
+
+def test_a_checkpoint_is_read_as_plain_arrays_without_an_engine(two, alone, folder):
+    engine = make_engine()
+    right = engine.gather(engine.restore(str(folder / "alone")))
+    for mesh in ("alone", "fsdp=2"):
+        weights = read_weights(str(folder / mesh), engine.recipe.model, VOCAB)
+        assert weights.step == HALF
+        assert weights.parameters["transformer.wte.weight"].shape == (VOCAB, 25)
+        for kind in ("parameters", "means", "squares"):
+            ours, theirs = getattr(weights, kind), getattr(right, kind)
+            assert ours.keys() == theirs.keys()
+            for name, value in theirs.items():
+                np.testing.assert_allclose(ours[name], value, rtol=1e-6, atol=1e-12, err_msg=name)
+
+
+def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written(folder):
+    engine = make_engine()
+    state = train(engine, engine.start(), range(2))[1]
+    before = engine.gather(state).parameters
+    state = saved(engine, state, folder / "busy")
+    after = engine.gather(engine.restore(str(folder / "busy"))).parameters
+    later = engine.gather(state).parameters
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value)
+        assert (later[name] != value).any()
+
+
+def test_fp16s_loss_scale_is_part_of_a_checkpoint(folder):
+    engine = make_engine(precision="fp16")
+    state = engine.start()
+    state.scale.value.fill_(128)
+    state.scale.good_steps.fill_(7)
+    engine.save(state, str(folder / "scaled"))
+    engine.wait_for_save()
+    again = engine.restore(str(folder / "scaled"))
+    assert (float(again.scale.value), int(again.scale.good_steps)) == (128, 7)
+
+
+def test_what_goes_wrong_in_the_background_is_raised_when_waited_for(folder):
+    (folder / "a file").write_text("")
+    engine = make_engine()
+    engine.save(engine.start(), str(folder / "a file" / "checkpoint"))
+    with pytest.raises(RaygptError, match="a file is where a folder should be"):
+        engine.wait_for_save()
+    with pytest.raises(RaygptError, match=r"is no checkpoint of engine torch: it has no state\.json"):
+        engine.restore(str(folder / "nowhere"))
+
+
+# In four
+
+
+def in_four(folder):
+    engine = make_engine(BOTH, 2)
+    before, state = train(engine, engine.restore(f"{folder}/fsdp=2"), range(HALF, HALF + 3))
+    engine.save(state, f"{folder}/four")
+    engine.wait_for_save()
+    dist.barrier()
+    after = train(engine, engine.restore(f"{folder}/four"), range(HALF + 3, HALF + 5))[0]
+    return np.concatenate([before, after]), engine.rows, engine.describe()["mesh"]
+
+
+def test_four_processes_hold_two_copies_in_shares(two, alone, folder):
+    for rank, (numbers, rows, mesh) in enumerate(together(in_four, 4, folder)):
+        np.testing.assert_allclose(numbers, alone[0][HALF : HALF + 5], rtol=1e-9)
+        assert rows == [row for row in range(ROWS) if row % 8 // 2 == rank]
+        assert mesh == "data 2 × fsdp 2"
+    assert len(list((folder / "four").glob("share-*"))) == 2, "one copy writes"
