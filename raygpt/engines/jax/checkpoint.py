@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 from raygpt.config import Model
 from raygpt.engines.base import Weights
 from raygpt.engines.jax.names import to_weights
+from raygpt.engines.jax.sharding import shape_at
 
 
 class Saver:
@@ -29,8 +30,7 @@ class Saver:
 
 def restore(folder: str, shapes: Any, shardings: Any) -> Any:
     """The state in a folder, each array laid out as its sharding says."""
-    target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    return ocp.StandardCheckpointer().restore(folder, target)
+    return ocp.StandardCheckpointer().restore(folder, jax.tree.map(shape_at, shapes, shardings))
 
 
 def read_weights(folder: str, model: Model, vocab: int) -> Weights:

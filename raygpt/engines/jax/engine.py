@@ -182,6 +182,14 @@ class JaxEngine:
         step = make_step(self.recipe, self._losses, self._optimizer, learning_rate(self.recipe), scaled)
         return jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
 
+    def lower_step(self) -> Any:
+        """The step, to be compiled for the mesh's devices, which need not be here: nothing is put on them."""
+        state = jax.tree.map(sharding.shape_at, jax.eval_shape(self._initial), self._shardings)
+        place = NamedSharding(self.mesh, sharding.BATCH), NamedSharding(self.mesh, P(None, sharding.ROWS))
+        tokens: Any = jax.ShapeDtypeStruct(self._shape, jnp.int32, sharding=place[0])
+        weights: Any = jax.ShapeDtypeStruct(self._shape[:2], self._param_dtype, sharding=place[1])
+        return self._step.lower(state, Batch(tokens, tokens, weights))
+
     @cached_property
     def _losses(self) -> Losses:
         return make_losses(self._graph, self._attention, self.mesh, self.vocab, self._layers)

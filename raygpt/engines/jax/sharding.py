@@ -78,6 +78,11 @@ def on_this_host(array: jax.Array) -> NDArray[Any]:
     return np.asarray(array if array.is_fully_addressable else process_allgather(array, tiled=True))
 
 
+def shape_at(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """An array that is not there, only its shape and place."""
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+
 def constrain_residual(mesh: Mesh, x: jax.Array) -> jax.Array:
     """The residual stream [rows, time, width] where it belongs."""
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, RESIDUAL))

@@ -1,0 +1,45 @@
+"""GPT-2's training step compiles for a real TPU v6e 4x4 slice and fits into its chips, on every kind of mesh.
+
+libtpu's compiler is the slice's own. One compilation takes a minute of a core, so one mesh is compiled each time (all
+of parameters, rows and heads are shared out on it), and the rest with `pytest -m slow`.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import CHECKOUT
+
+SCRIPT = CHECKOUT / "benchmarks" / "tpu_compile.py"
+CHIP = 32e9 / 2**30  # GiB
+STATE = {"gpt2": 124.5e6 * 12 / 2**30, "gpt2-xl": 1557.7e6 * 12 / 2**30}  # parameters and AdamW's averages, in fp32
+
+pytestmark = [
+    pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the extra tpu"),
+    pytest.mark.skipif(not SCRIPT.exists(), reason="needs the checkout's benchmarks"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "attention", "shares"),
+    [
+        ("gpt2 fsdp=8,tensor=2", "Splash", 16),
+        pytest.param("gpt2 data=16", "Splash", 1, marks=pytest.mark.slow),
+        pytest.param("gpt2 fsdp=16", "Splash", 16, marks=pytest.mark.slow),
+        pytest.param("gpt2 data=8,context=2", "XLA", 1, marks=pytest.mark.slow),
+        pytest.param("gpt2-xl fsdp=16", "Splash", 16, marks=pytest.mark.slow),
+        pytest.param("gpt2-xl data=2,fsdp=8", "Splash", 8, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_of_512_rows_fits_into_a_v6e_slice(case, attention, shares):
+    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ran = subprocess.run([sys.executable, SCRIPT, case], env=environment, capture_output=True, text=True, timeout=900)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    figures = json.loads(ran.stdout.splitlines()[-1])
+    print(figures)
+    assert figures["total_gib"] < CHIP
+    assert figures["attention"] == attention
+    assert figures["state_gib"] == pytest.approx(STATE[case.split()[0]] / shares, abs=0.03, rel=0.02)
