@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("raygpt", "ray", "jax", "torch", "numpy", "pyarrow", "tiktoken", "tokenizers")
+PACKAGES = ("raygpt", "ray", "jax", "libtpu", "torch", "numpy", "pyarrow", "tiktoken", "tokenizers")
 
 
 def save(name: str, figures: dict[str, Any]) -> Path:

@@ -188,7 +188,7 @@ def test_two_processes_share_the_rows_and_get_the_numbers_of_one_device(one_devi
         for rank in range(2)
     ]
     try:
-        first, second = (json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes)
+        first, second = (json.loads(process.communicate(timeout=300)[0].splitlines()[-1]) for process in processes)
     finally:
         for process in processes:
             process.kill()

@@ -56,6 +56,26 @@ def test_a_mesh_that_does_not_fit_is_refused_in_one_line(asked, named):
     )
 
 
+class Chip:
+    """One of a TPU v6e slice 4x4, of which each host has four."""
+
+    platform, device_kind, core_on_chip = "tpu", "TPU v6 lite", 0
+
+    def __init__(self, x, y):
+        self.id, self.coords, self.process_index = 4 * y + x, [x, y, 0], 2 * (y // 2) + x // 2
+
+
+def test_on_a_tpu_neighbours_on_the_mesh_are_neighbours_on_the_chips_grid():
+    chips = sorted((Chip(x, y) for x in range(4) for y in range(4)), key=lambda chip: (chip.process_index, chip.id))
+    ring = make_mesh(sizes(data=1, fsdp=16), chips).devices.flatten()
+    assert sorted(chip.id for chip in ring) == list(range(16))
+    steps = [
+        np.abs(np.subtract(one.coords, other.coords)).sum() for one, other in zip(ring, np.roll(ring, 1), strict=True)
+    ]
+    assert steps == [1] * 16  # in their own order some are three chips apart
+    assert make_mesh(sizes(data=1, fsdp=8, tensor=2), chips).devices.shape == (1, 8, 2, 1)
+
+
 def parameters(vocab=128, context=16, width=32, heads=4, layers=2):
     """Shapes as the model has them."""
     size = width // heads

@@ -1,7 +1,7 @@
 """The JAX engine: a recipe's model on a mesh of devices, stepped, scored and named."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from raygpt.cluster import cores, host_memory
 from raygpt.config import Recipe
-from raygpt.engines.base import Arrays, Devices, Weights
+from raygpt.engines.base import Devices, Weights
 from raygpt.engines.jax import sharding
 from raygpt.engines.jax.attention import Cache, choose_attention
 from raygpt.engines.jax.checkpoint import Saver, restore
@@ -143,17 +143,13 @@ class JaxEngine:
     def load(self, weights: Weights) -> State:
         """A state with those parameters; averages that are not given are zero, as before step 0."""
         shapes = jax.eval_shape(self._initial)
-        named = (weights.parameters, weights.means, weights.squares)
-        parameters, means, squares = (self._from_names(arrays, shapes.parameters) for arrays in named)
+        ours = partial(from_hugging_face, like=shapes.parameters, model=self.recipe.model, vocab=self.vocab)
+        zeros = jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), shapes.parameters)
+        means, squares = (ours(arrays) if arrays else zeros for arrays in (weights.means, weights.squares))
         step = jnp.asarray(weights.step, jnp.int32)
         optimizer = optax.tree.set(shapes.optimizer, mu=means, nu=squares, count=step)
-        state = State(parameters, optimizer, step, Scale.first())
+        state = State(ours(weights.parameters), optimizer, step, Scale.first())
         return jax.tree.map(sharding.from_this_host, state, self._shardings)
-
-    def _from_names(self, arrays: Arrays, shapes: Any) -> Any:
-        if not arrays:
-            return jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), shapes)
-        return from_hugging_face(arrays, shapes, self.recipe.model, self.vocab)
 
     # Rows in, numbers out
 

@@ -96,8 +96,8 @@ def make_step(
             after = jax.tree.map(partial(jnp.where, finite), after, stay)
         if scaled:
             after = after._replace(scale=state.scale.after(finite))
-        updates = optax.tree.get(after.optimizer, "count")
-        return after, Metrics(loss, norm, rate, after.step - updates)
+        skipped = after.step - optax.tree.get(after.optimizer, "count", default=after.step)
+        return after, Metrics(loss, norm, rate, skipped.astype(loss.dtype))
 
     return step
 
