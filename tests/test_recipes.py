@@ -9,7 +9,7 @@ import yaml
 from raygpt.recipes import load_recipe, recipe_text, shipped_recipes
 from raygpt.recipes.explain import keys
 
-RECIPES = ["gpt2-124m-openwebtext", "gpt2-124m-wikitext103", "shakespeare-char", "tiny"]
+RECIPES = ["gpt2-124m", "gpt2-124m-openwebtext", "gpt2-124m-wikitext103", "shakespeare-char", "tiny"]
 
 
 def lines_of_keys(node: yaml.Node, prefix: str = "") -> Iterator[tuple[str, int]]:
