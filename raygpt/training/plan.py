@@ -6,9 +6,9 @@ from typing import Any
 from raygpt.config import Recipe
 from raygpt.engines.base import Devices
 
-STATE_BYTES = 16  # a parameter, its gradient and AdamW's two averages, all fp32
-ACTIVATIONS = 16  # times width, per token and layer, kept for the backward pass: norms 2, Q/K/V 3, attention 1,
-#                   its projection 1, MLP 4 before and 4 after GELU, the sum 1
+STATE_BYTES = 20  # a parameter, AdamW's two averages, the sum of gradients and those of one part, all fp32
+LOGITS = 2**28  # at most so many at a time, of 10 bytes each: fp32, their gradient, their exponentials
+LOGIT_BYTES = 10
 USABLE = 0.8  # of a device's memory; the rest is for temporary buffers and fragmentation
 
 
@@ -103,17 +103,27 @@ def split_batch(recipe: Recipe, vocab: int, devices: Devices) -> Split:
     across = mesh["data"] * mesh["fsdp"]  # groups of devices with rows of their own
     rows_each = -(-rows // across)
     state = recipe.model.parameters(vocab) * STATE_BYTES // (mesh["fsdp"] * mesh["tensor"])
-    row = row_bytes(recipe, devices) // (mesh["tensor"] * mesh["context"])
-    room = max(1, (int(devices.memory_bytes * USABLE) - state) // row)
+    logits = min(rows_each * recipe.model.context * vocab // (mesh["tensor"] * mesh["context"]), LOGITS)
+    fixed = state + logits * LOGIT_BYTES
+    row = row_bytes(recipe, devices, mesh["tensor"]) // mesh["context"]
+    room = max(1, (int(devices.memory_bytes * USABLE) - fixed) // row)
     accumulation = recipe.training.accumulation or -(-rows_each // room)
     micro_each = -(-rows_each // accumulation)
-    return Split(rows, micro_each * across, accumulation, devices.count, state + micro_each * row)
+    return Split(rows, micro_each * across, accumulation, devices.count, fixed + micro_each * row)
 
 
-def row_bytes(recipe: Recipe, devices: Devices) -> int:
-    """Activations of one row."""
-    model = recipe.model
-    return model.layers * model.context * model.width * ACTIVATIONS * devices.number_bytes
+def row_bytes(recipe: Recipe, devices: Devices, tensor: int) -> int:
+    """What the backward pass needs of one row, on a device that has a tensor-th of heads and hidden layer.
+
+    Counted in widths, per token and layer. By themselves: the stream before attention and MLP and their norms, 4;
+    queries, keys, values with a copy of one, attention's result and its transpose, 6; the MLP before and after GELU, 8.
+    """
+    model, numbers = recipe.model, devices.number_bytes
+    scores = model.heads * model.context // model.width if devices.keeps_scores else 0
+    whole = 4 * numbers + (14 * numbers + scores * (numbers + 4)) // tensor  # softmax is in fp32
+    kept = {"none": whole, "products": 10 * numbers, "blocks": numbers}[recipe.training.remat]
+    again = 0 if recipe.training.remat == "none" else whole  # of the one layer that is computed again
+    return model.context * model.width * (model.layers * kept + again)
 
 
 def size(count: float) -> str:

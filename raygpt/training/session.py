@@ -1,6 +1,7 @@
 """What a worker knows of the outside: its rank, its run directory, and who watches. On Ray, or in this process."""
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -80,6 +81,7 @@ class RaySession:
 
     def record(self, metrics: Event) -> None:
         if self.rank == 0:
+            metrics = {**metrics, "time": round(time.time(), 3)}
             self._metrics.append(metrics)
             self.emit(metrics)
 

@@ -1,0 +1,73 @@
+"""How fast a recipe trains end to end, through Ray: feed, steps, logging, validation and checkpoints.
+
+    python benchmarks/train.py gpt2-124m data.source=TEXT training.batch_tokens=65536 training.steps=1000
+
+Tokens per second are taken over the wall time between the first and the last logged step, checkpoints included, and
+validation left out. With `--name` the figures, the validation losses and the last sample go into results/NAME.json.
+"""
+
+import argparse
+import tempfile
+from itertools import pairwise
+from typing import Any
+
+import record
+from rich.console import Console
+from rich.table import Table
+
+from raygpt.recipes import load_recipe
+from raygpt.training import launch
+from raygpt.training.metrics import mfu
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--name", help="of the results file; none is written without it")
+    arguments = parser.parse_args()
+    events: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = load_recipe(arguments.recipe, [f"run.storage={folder}", *arguments.overrides])
+        with launch.on_cluster(recipe):
+            run = launch.prepare_run(recipe)
+            result = launch.train(run, events.append)
+        if result.error:
+            raise result.error
+        figures = measured(events, run)
+    table = Table("", "", box=None, show_header=False)
+    for name, value in figures.items():
+        table.add_row(
+            name, value if isinstance(value, str) else f"{value:,.4g}" if isinstance(value, float) else str(value)
+        )
+    Console().print(table)
+    if arguments.name:
+        print(record.save(arguments.name, figures))
+
+
+def measured(events: list[dict[str, Any]], run: launch.Prepared) -> dict[str, Any]:
+    """The figures of a run, from what it said."""
+    about = next(event for event in events if event.get("event") == "start")
+    logged = [event for event in events if "loss" in event or "val_loss" in event]
+    trained = [pair for pair in pairwise(logged) if all("loss" in event for event in pair)]
+    seconds = sum(after["time"] - before["time"] for before, after in trained)
+    speed = sum(after["tokens"] - before["tokens"] for before, after in trained) / seconds
+    share = mfu(speed, run.plan.flops_per_token, about["device"], int(about["devices"]))
+    return {
+        **{name: value for name, value in about.items() if name != "event"},
+        "parameters": run.plan.parameters,
+        "batch": f"{run.plan.rows} × {run.plan.context}",
+        "steps": run.plan.steps,
+        "checkpoints": sum(event.get("event") == "checkpoint" for event in events),
+        "seconds": seconds,
+        "tokens_per_s": speed,
+        **({"mfu": share} if share else {}),
+        "data_wait_s": sum(after["data_wait_s"] for _, after in trained),
+        "losses": {event["step"]: round(event["loss"], 4) for event in logged if "loss" in event},
+        "val_losses": {event["step"]: round(event["val_loss"], 4) for event in logged if "val_loss" in event},
+        "sample": next((event["text"] for event in reversed(events) if event.get("event") == "sample"), ""),
+    }
+
+
+if __name__ == "__main__":
+    main()
