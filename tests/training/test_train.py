@@ -129,7 +129,6 @@ def test_another_recipe_is_refused_with_the_difference(train, straight):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"engine": "torch"}, "engine: torch is not built yet"),
         ({"cluster.workers": "1..2"}, "elastic runs are not built yet"),
         ({"run.storage": "s3://bucket/runs"}, "runs on s3 are not built yet"),
     ],
@@ -161,6 +160,39 @@ def test_a_fork_goes_on_from_another_runs_step_with_its_own_recipe(train, straig
         train("wider", 15, **{"run.start_from": "straight", "model.width": 32})
     with pytest.raises(RaygptError, match="there is no run 'nothing'"):
         train("orphan", 15, **{"run.start_from": "nothing"})
+
+
+# The other engine
+
+
+def test_pytorchs_runs_go_on_bit_for_bit_too_and_give_the_same_batches(train):
+    pytest.importorskip("torch", reason="needs the extra torch")
+    whole = train("torch", 20, engine="torch")
+    assert whole.error is None
+    train("torch-stopped", 10, engine="torch")
+    longer = train("torch-stopped", 20, engine="torch")
+    losses = {line["step"]: line["loss"] for line in metrics(longer) if "loss" in line}
+    assert losses == {line["step"]: line["loss"] for line in metrics(whole) if "loss" in line}
+    assert longer.metrics["val_loss"] == whole.metrics["val_loss"]
+    assert not [path for path in Path(whole.path).rglob("*") if b"torch._utils" in read(path)]  # nothing is pickled
+
+
+def read(path):
+    return path.read_bytes() if path.is_file() else b""
+
+
+def test_a_run_of_one_engine_goes_on_in_the_other(train, straight):
+    pytest.importorskip("torch", reason="needs the extra torch")
+    dropout = {"model.dropout": 0.0}  # whose masks the engines draw in their own ways
+    whole = train("without-dropout", 20, **dropout)
+    fork = train("in-torch", 15, engine="torch", **{"run.start_from": "without-dropout@10", **dropout})
+    back = train("in-jax", 20, **{"run.start_from": "in-torch", **dropout})
+    assert fork.error is None
+    assert back.error is None
+    expected = {line["step"]: line["loss"] for line in metrics(whole) if "loss" in line}
+    got = {line["step"]: line["loss"] for run in (fork, back) for line in metrics(run) if "loss" in line}
+    assert list(got) == list(range(11, 21))
+    np.testing.assert_allclose([got[step] for step in got], [expected[step] for step in got], rtol=1e-4)
 
 
 def test_what_libraries_say_is_in_the_runs_logs(straight):
