@@ -1,0 +1,1 @@
+"""Pictures made from a run directory. Imports neither engine."""
