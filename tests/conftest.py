@@ -17,6 +17,7 @@ from hypothesis import settings
 # Before anything imports jax: eight devices for meshes. A worker that a test starts appends a count of its own.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("NPROC", "64")  # threads of XLA's pool: see engines/jax/processes.py
 
 import raygpt
 from raygpt import cli

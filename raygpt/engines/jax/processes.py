@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CACHE = "~/.cache/raygpt/compiled"
+THREADS = 16  # of XLA's pool for each device of a CPU. A device that waits for another in an all-reduce holds a thread;
+#               with one for each core, two all-reduces at once held them all, and the step never ended
 
 
 def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cores: int) -> None:
@@ -18,10 +20,12 @@ def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cores
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # JAX takes three quarters otherwise
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ.setdefault("NPROC", str(THREADS * cores))
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={cores}".strip()
     import jax
 
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # steps that wait in line would hold threads, too
     if workers > 1:
         jax.distributed.initialize(address, workers, rank)
 

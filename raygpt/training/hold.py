@@ -1,0 +1,118 @@
+"""One driver at a time: while a run is trained, `hold.json` in its folder says by whom, and is renewed.
+
+A hold whose holder is gone is recognised: on this machine by its process, from elsewhere by not being renewed.
+"""
+
+import contextlib
+import getpass
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from raygpt import storage
+from raygpt.errors import RaygptError
+
+HOLD = "hold.json"
+RENEWED_S = 10.0
+STALE_S = 60.0  # six renewals missed; machines' clocks may differ by less
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who drives a run."""
+
+    user: str
+    host: str
+    process: int
+    since: float
+    renewed: float
+    token: str  # tells two holds of one process apart
+
+    @property
+    def is_gone(self) -> bool:
+        if self.host == socket.gethostname():
+            return not _is_alive(self.process)
+        return time.time() - self.renewed > STALE_S
+
+    def __str__(self) -> str:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.since))
+        return f"{self.user} on {self.host}, process {self.process}, since {when}"
+
+
+@contextlib.contextmanager
+def held(run_folder: str) -> Iterator[None]:
+    """Inside the block the run is ours alone; refuses where somebody else drives it."""
+    uri = storage.join(run_folder, HOLD)
+    now = time.time()
+    ours = Holder(_user(), socket.gethostname(), os.getpid(), now, now, uuid.uuid4().hex)
+    _take(uri, ours, run_folder)
+    ended = threading.Event()
+    renewing = threading.Thread(target=_renew, args=(uri, ours, ended), daemon=True)
+    renewing.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        renewing.join()
+        current = _read(uri)
+        if current and current.token == ours.token:
+            storage.delete(uri)
+
+
+def _take(uri: str, ours: Holder, run_folder: str) -> None:
+    before = _read(uri)
+    if before and not before.is_gone:
+        raise RaygptError(
+            f"{run_folder} is being trained by {before}; wait for it or stop it, or set run.name to begin another run"
+        )
+    storage.write_bytes(uri, _json(ours))
+    time.sleep(0.1)  # whoever began in the same moment has written by now, and the last one has it
+    after = _read(uri)
+    if after is None or after.token != ours.token:
+        raise RaygptError(f"{run_folder} was taken in this very moment by {after}; wait for it, or set run.name")
+
+
+def _renew(uri: str, ours: Holder, ended: threading.Event) -> None:
+    while not ended.wait(RENEWED_S):
+        with contextlib.suppress(
+            OSError, RaygptError
+        ):  # a storage that fails for a while is for others to complain about
+            storage.write_bytes(uri, _json(Holder(**{**asdict(ours), "renewed": time.time()})))
+
+
+def _read(uri: str) -> Holder | None:
+    if not storage.exists(uri):
+        return None
+    try:
+        return Holder(**json.loads(storage.read_bytes(uri)))
+    except (ValueError, TypeError, RaygptError):
+        return None  # another program's, or gone meanwhile
+
+
+def _json(holder: Holder) -> bytes:
+    return json.dumps(asdict(holder)).encode()
+
+
+def _is_alive(process: int) -> bool:
+    if Path("/proc").is_dir():
+        return Path(f"/proc/{process}").is_dir()
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        return str(os.getuid())
