@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ def _circumstances() -> dict[str, Any]:
 
 
 def _shown(arguments: list[str]) -> list[str]:
-    """Paths of this machine do not matter to others: the last two parts are enough."""
-    return ["/".join(Path(word).parts[-2:]) if word.startswith("/") else word for word in arguments]
+    """Paths of this machine do not matter to others: the last two parts are enough, also behind `key=`."""
+    return [re.sub(r"^([\w.]+=)?/.*?([^/]+/[^/]+)$", r"\1\2", word) for word in arguments]
 
 
 def _version(package: str) -> str | None:
