@@ -42,7 +42,7 @@ def main() -> None:
     figures = {}
     for case in cases(arguments):
         figures[case] = in_a_process(case)
-        print(f"{case}: losses {figures[case]['losses']}", flush=True)
+        print(f"{case}: {figures[case]['ms']:.1f} ms, first losses {figures[case]['losses']}", flush=True)
     for figure in figures.values():
         if "nanoGPT" in figures:
             figure["of_nanogpt"] = figure["tokens_per_s"] / figures["nanoGPT"]["tokens_per_s"]
