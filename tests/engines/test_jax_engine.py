@@ -318,7 +318,7 @@ def test_the_tables_gradient_is_exchanged_after_the_last_chunk_of_logits(mesh, m
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 2**12)
     engine = JaxEngine(recipe(MESHES[mesh]), vocab=1000)
     compiled = engine._step.lower(engine.start(), engine.put(WINDOWS[0])).compile().as_text()
-    assert re.search(r"while/body/closed_call/jvp\(\)/while/body/closed_call/rctv,rctd->rcvd", compiled), "in chunks"
+    assert re.search(r"jvp\(\)/while/body/closed_call/rctv,rctd->rcvd", compiled), "in chunks"
     exchanged = [line for line in compiled.splitlines() if re.search(r" (all-reduce|reduce-scatter)\(", line)]
     assert exchanged
     assert not [line for line in exchanged if "rctv,rctd->rcvd" in line]

@@ -19,6 +19,7 @@ from raygpt.engines.base import Devices, Weights
 from raygpt.engines.jax import sharding
 from raygpt.engines.jax.attention import Cache, choose_attention
 from raygpt.engines.jax.checkpoint import Saver, restore
+from raygpt.engines.jax.fused import choose_kernels, make_fused_losses
 from raygpt.engines.jax.model import GPT, Layers
 from raygpt.engines.jax.names import from_hugging_face, to_weights
 from raygpt.engines.jax.optimizer import learning_rate, make_optimizer
@@ -68,6 +69,7 @@ class JaxEngine:
         accumulation: int = 1,
         devices: Sequence[Any] | None = None,
         precision: str | None = None,
+        kernels: str | None = None,
     ):
         self.recipe, self.vocab, self.accumulation = recipe, vocab, accumulation
         self.context = recipe.model.context
@@ -79,6 +81,8 @@ class JaxEngine:
         self._attention, self._attention_name = choose_attention(self._device, self._dtype, self.mesh, recipe.model)
         self._optimizer = make_optimizer(recipe)
         self._layers = Layers(choose_compile(recipe.training.compile, self._device), recipe.training.remat)
+        known = self._device, self._dtype, self.mesh, recipe.model, self._layers
+        self._kernels = kernels or choose_kernels(*known)  # `fused` or `plain`
 
     @property
     def _device(self) -> Any:
@@ -94,6 +98,7 @@ class JaxEngine:
             "mesh": axes or "one device",
             "precision": self.precision,
             "attention": self._attention_name,
+            "kernels": self._kernels,
         }
 
     # The state
@@ -196,7 +201,7 @@ class JaxEngine:
     @cached_property
     def _step(self) -> Any:
         scaled = self.precision == "fp16"
-        step = make_step(self.recipe, self._losses, self._optimizer, learning_rate(self.recipe), scaled)
+        step = make_step(self.recipe, self._training_losses, self._optimizer, learning_rate(self.recipe), scaled)
         return jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
 
     def lower_step(self) -> Any:
@@ -210,6 +215,14 @@ class JaxEngine:
     @cached_property
     def _losses(self) -> Losses:
         return make_losses(self._graph, self._attention, self.mesh, self.vocab, self._layers)
+
+    @property
+    def _training_losses(self) -> Losses:
+        """Fused or plain. Scores are always plain: their logits are fp32, the kernels' are bf16."""
+        if self._kernels == "plain":
+            return self._losses
+        model, layers = self.recipe.model, self._layers
+        return make_fused_losses(model, self._dtype, self._attention, self.mesh, self.vocab, layers)
 
     def read(self, metrics: Metrics) -> dict[str, float]:
         """Wait for a step's metrics."""

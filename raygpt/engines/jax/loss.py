@@ -15,9 +15,9 @@ Array = jax.Array
 CHUNK_BYTES = 2**30  # of fp32 logits at a time, on each device
 
 
-def chunk_count(tokens: int, vocab: int) -> int:
-    """How many chunks to cut tokens into: the fewest equal ones that keep a chunk's logits below CHUNK_BYTES."""
-    wanted = -(-tokens * vocab * 4 // CHUNK_BYTES)
+def chunk_count(tokens: int, vocab: int, limit: int | None = None) -> int:
+    """How many chunks to cut tokens into: the fewest equal ones of at most `limit` logits, or a GiB in fp32."""
+    wanted = -(-tokens * vocab // (limit or CHUNK_BYTES // 4))
     return next(count for count in range(min(wanted, tokens), tokens + 1) if tokens % count == 0)
 
 

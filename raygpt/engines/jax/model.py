@@ -7,7 +7,7 @@ loss in fp32 at least.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from raygpt.config import Model
 from raygpt.engines.jax.attention import KEPT, Attention, Cache, cached
 
 Array = jax.Array
+T = TypeVar("T")
 PADDED_TO = 128  # rows of the token table: matrix units want multiples; ids beyond the vocabulary never leave here
 
 
@@ -57,7 +58,7 @@ class Layers:
     scanned: bool = True  # one block, compiled once; or one after another, which runs faster on a GPU
     remat: str = "none"
 
-    def recomputed(self, block: Callable[..., Array]) -> Callable[..., Array]:
+    def recomputed(self, block: Callable[..., T]) -> Callable[..., T]:
         """The block, of which no more is kept than `remat` says."""
         if self.remat == "none":
             return block
@@ -167,7 +168,7 @@ class GPT(nnx.Module):
             steps = (stacked, jnp.arange(self.model.layers))
             x, _ = jax.lax.scan(lambda x, step: (block(x, *step), None), x, steps)
         else:
-            for layer, parameters in enumerate(_unstack(stacked, self.model.layers)):
+            for layer, parameters in enumerate(unstack(stacked, self.model.layers)):
                 x = block(x, parameters, layer)
         return lean(self.norm)(x)
 
@@ -197,7 +198,7 @@ class GPT(nnx.Module):
         return (self.head or self.tokens).embedding[...]
 
 
-def _unstack(stacked: Any, layers: int) -> list[Any]:
+def unstack(stacked: Any, layers: int) -> list[Any]:
     """The parameters of each layer. Split, not indexed: its gradient is one concatenation, not a sum of paddings."""
     parts = jax.tree.map(lambda leaf: [jnp.squeeze(p, 0) for p in jax.lax.split(leaf, [1] * layers)], stacked)
     return [jax.tree.map(lambda _, part: part[layer], stacked, parts) for layer in range(layers)]  # noqa: B023

@@ -111,14 +111,18 @@ def make_sums(recipe: Recipe, losses: Losses) -> Callable[[State, Batch], tuple[
         row_numbers = jnp.arange(accumulation * micro_rows).reshape(accumulation, micro_rows)
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
 
-        def micro(total: tuple[Array, Any], part: tuple[Batch, Array]) -> tuple[tuple[Array, Any], None]:
-            one, numbers = part
+        def micro(one: Batch, numbers: Array) -> tuple[Array, Any]:
             keys = jax.vmap(jax.random.fold_in, (None, 0))(step_key, numbers) if dropout else None
             (value, _), gradients = jax.value_and_grad(losses, has_aux=True)(state.parameters, *one, keys)
-            return jax.tree.map(jnp.add, total, (value, gradients)), None
+            return value, gradients
 
+        def add(total: tuple[Array, Any], part: tuple[Batch, Array]) -> tuple[tuple[Array, Any], None]:
+            return jax.tree.map(jnp.add, total, micro(*part)), None
+
+        if accumulation == 1:  # no loop, which XLA would remove, and no gradients added to zeros
+            return micro(*jax.tree.map(lambda x: x[0], (batch, row_numbers)))
         zero = (jnp.zeros((), batch.weights.dtype), jax.tree.map(jnp.zeros_like, state.parameters))
-        return jax.lax.scan(micro, zero, (batch, row_numbers))[0]
+        return jax.lax.scan(add, zero, (batch, row_numbers))[0]
 
     return sums
 

@@ -1,0 +1,162 @@
+"""Each fused kernel gives its plain twin's values and gradients, interpreted on a CPU."""
+
+import importlib
+from functools import partial
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+
+from raygpt.engines.jax.kernels.add_norm import add_norm, add_norm_plain  # noqa: E402
+from raygpt.engines.jax.kernels.bias_gelu import bias_gelu, bias_gelu_plain  # noqa: E402
+from raygpt.engines.jax.kernels.cross_entropy import (  # noqa: E402
+    cross_entropy,
+    loss_and_gradient,
+    loss_and_gradient_plain,
+)
+from raygpt.engines.jax.kernels.launch import Grid  # noqa: E402
+from raygpt.engines.jax.kernels.split_qkv import split_qkv, split_qkv_plain  # noqa: E402
+from raygpt.engines.jax.loss import cross_entropy as chunked_cross_entropy  # noqa: E402
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+NOISE = {F32: 2e-6, BF16: 5e-3}  # relative to an array's norm; bf16 rounds to 1 in 256
+ROWS, WIDTH = 48, 512
+UNEVEN = Grid(programs=10, warps=2, unroll=2)  # 12 steps for 5 or 10 programs
+kernel_modules = {
+    name: importlib.import_module(f"raygpt.engines.jax.kernels.{name}")
+    for name in ("add_norm", "bias_gelu", "split_qkv", "cross_entropy")
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly():
+    """XLA's passes take most of these tests' time, and change no digit that they look at."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def draw(seed, *shape, dtype=F32, scale=1.0):
+    return jnp.asarray(scale * np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def distance(got, want):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+def assert_twins(fused, plain, inputs, cotangents, tolerance):
+    """Values and gradients have the same shapes and kinds, and agree."""
+
+    def both(function, inputs, cotangents):
+        value, pull = jax.vjp(function, *inputs)
+        return jax.tree.leaves((value, pull(cotangents)))
+
+    pairs = zip(*(jax.jit(partial(both, f))(inputs, cotangents) for f in (fused, plain)), strict=True)
+    for number, (ours, theirs) in enumerate(pairs):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        assert distance(ours, theirs) < tolerance, number
+
+
+@pytest.fixture(params=["as it is", "uneven"])
+def dealing(request, monkeypatch):
+    """How rows are dealt out to programs: as they always are, or to some programs more than to others."""
+    if request.param == "uneven":
+        for name in ("add_norm", "bias_gelu", "split_qkv"):
+            for direction in ("FORWARD", "BACKWARD"):
+                monkeypatch.setattr(kernel_modules[name], direction, UNEVEN)
+        jax.clear_caches()
+
+
+@pytest.mark.usefixtures("dealing")
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_add_norm_equals_its_twin(dtype):
+    arrays = [draw(seed, ROWS, WIDTH, dtype=dtype) for seed in range(4)]
+    inputs = *arrays[:2], *(draw(seed, WIDTH) for seed in (4, 5, 6))
+    ours, theirs = (lambda *a, f=f: f(*a, 1e-5) for f in (add_norm, add_norm_plain))
+    assert_twins(ours, theirs, inputs, tuple(arrays[2:]), NOISE[dtype])
+
+
+@pytest.mark.usefixtures("dealing")
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_bias_gelu_equals_its_twin(dtype):
+    inputs = draw(0, ROWS, WIDTH, dtype=dtype, scale=2), draw(1, WIDTH)
+    assert_twins(bias_gelu, bias_gelu_plain, inputs, draw(2, ROWS, WIDTH, dtype=dtype), NOISE[dtype])
+
+
+@pytest.mark.usefixtures("dealing")
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_split_qkv_equals_its_twin(dtype):
+    inputs = draw(0, ROWS, 3 * WIDTH, dtype=dtype), draw(1, 3 * WIDTH)
+    cotangents = tuple(draw(seed, ROWS, WIDTH, dtype=dtype) for seed in (2, 3, 4))
+    assert_twins(split_qkv, split_qkv_plain, inputs, cotangents, NOISE[dtype])
+
+
+def test_the_norms_epsilon_is_the_models():
+    small = draw(0, 16, 256, scale=1e-3)
+    zeros, ones = jnp.zeros(256), jnp.ones(256)
+    for epsilon in (1e-6, 1e-5):
+        normed = add_norm(small, jnp.zeros_like(small), zeros, ones, zeros, epsilon)[1]
+        right = (small - small.mean(1, keepdims=True)) / np.sqrt(small.var(1, keepdims=True) + epsilon)
+        np.testing.assert_allclose(normed, right, atol=1e-5)
+
+
+def test_gelu_keeps_to_its_limits_far_from_zero():
+    x = jnp.asarray([[-1e4, -100.0, -10.0, 0.0, 10.0, 100.0, 1e4, 3e38] * 32] * 16, BF16)
+    value, pull = jax.vjp(lambda x: bias_gelu(x, jnp.zeros(256)), x)
+    np.testing.assert_allclose(np.asarray(value, np.float32), np.maximum(np.asarray(x, np.float32), 0), atol=1e-30)
+    slope = np.asarray(pull(jnp.ones_like(x))[0], np.float32)[0, :7]
+    np.testing.assert_allclose(slope, [0, 0, 0, 0.5, 1, 1, 1], atol=1e-30)
+
+
+@pytest.mark.parametrize(("vocab", "padded"), [(50, 128), (256, 256), (1500, 1536), (2100, 2176)])
+@pytest.mark.parametrize(("warps", "unroll", "dtype"), [(16, 4, BF16), (1, 2, F32)])
+def test_loss_and_gradient_equal_their_twins(vocab, padded, warps, unroll, dtype, monkeypatch):
+    monkeypatch.setattr(kernel_modules["cross_entropy"], "WARPS", warps)
+    monkeypatch.setattr(kernel_modules["cross_entropy"], "UNROLL", unroll)
+    logits = draw(0, 5, padded, dtype=dtype, scale=3).at[:, vocab:].set(100)  # the likeliest ids by far, were they real
+    targets = jnp.asarray([0, vocab - 1, vocab // 2, 7, 8], jnp.int32)
+    inputs = logits, targets, jnp.asarray([1.0, 0.5, 2.0, 0.0, 1.0])
+    losses, gradient = jax.jit(partial(loss_and_gradient, vocab=vocab))(*inputs)
+    want_losses, want_gradient = loss_and_gradient_plain(*inputs, vocab)
+    np.testing.assert_allclose(losses, want_losses, rtol=2e-5)
+    assert distance(gradient, want_gradient) < NOISE[dtype] * 2
+    assert not np.any(np.asarray(gradient[:, vocab:]))
+    assert not np.any(np.asarray(gradient[3]))  # a row of weight zero
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("chunks", [1, 6])
+def test_cross_entropy_is_the_chunked_one(chunks, dtype):
+    rows, time, width, vocab, padded = 3, 4, 32, 500, 512
+    hidden, table = draw(0, rows * time, width, dtype=dtype), draw(1, padded, width, scale=0.3)
+    targets = jnp.asarray(np.random.default_rng(2).integers(0, vocab, (rows, time)), jnp.int32)
+    weights = jnp.asarray([1.0, 0.0, 2.0])
+
+    def ours(hidden, table):
+        by_token = jnp.repeat(weights, time)
+        total, losses = cross_entropy(hidden, table, targets.reshape(-1), by_token, vocab, chunks)
+        return total, losses.reshape(rows, time).sum(1)
+
+    def theirs(hidden, table):
+        return chunked_cross_entropy(hidden.reshape(rows, time, width), table, targets, weights, vocab, 1)
+
+    cotangents = jnp.float32(2.0), jnp.zeros(rows)
+    assert_twins(ours, theirs, (hidden, table), cotangents, 2 * NOISE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (lambda: bias_gelu(draw(0, 16, 300), jnp.zeros(300)), "width 300 is not a multiple of 256"),
+        (lambda: bias_gelu(draw(0, 15, 256), jnp.zeros(256)), "15 rows are not a multiple of the 8"),
+        (lambda: add_norm(*[draw(0, 3, 300)] * 2, *[jnp.zeros(300)] * 3, 1e-5), "width 300 is not a multiple"),
+        (lambda: split_qkv(draw(0, 16, 300), jnp.zeros(300)), "width 100 is not a multiple"),
+    ],
+)
+def test_shapes_that_do_not_tile_are_refused(call, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        call()
