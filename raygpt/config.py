@@ -168,6 +168,9 @@ class Data(Part):
     )
     split_seed: Whole = Field(2357, ge=0, lt=SEEDS, description="Decides which documents or rows val gets.")
     column: str = Field("text", min_length=1, description="Where jsonl and parquet hold the text.")
+    limit: Annotated[Whole, Field(gt=0)] | None = Field(
+        None, description="Only so many rows of each source, its first: lines of text, rows of jsonl and parquet."
+    )
 
     @field_validator("tokenizer")
     @classmethod
@@ -213,6 +216,15 @@ class Data(Part):
             raise ValueError(
                 f"data.split: {self.split} needs a share, but data.val is the source {shown(self.val)}; "
                 "write e.g. data.val: 0.05, or data.split: documents"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _limit_is_known_to_the_split(self) -> Self:
+        if self.limit and self.split == "huggingface":
+            raise ValueError(
+                f"data.limit: {self.limit} is not for data.split huggingface, which draws from all rows; "
+                "write data.split: documents"
             )
         return self
 

@@ -382,6 +382,10 @@ BAD_COMBINATIONS = [
         "model.width: 130 does not divide into model.heads 4 equal heads; write 128 or 132",
     ),
     (
+        {"data.limit": 5, "data.split": "huggingface"},
+        "data.limit: 5 is not for data.split huggingface, which draws from all rows; write data.split: documents",
+    ),
+    (
         {"training.batch_tokens": 1000},
         f"training.batch_tokens: 1000 {NOT_ROWS}; write 896 or 1024",
     ),

@@ -42,7 +42,12 @@ def open_mixture(data: Data, stores: str, watch: Watch = lambda progress: None) 
     """Open the corpus of a recipe; what has to be prepared goes into a folder under `stores`."""
     names = [part.source for part in data.sources]
     opened = {name: open_prepared(name, data.tokenizer) for name in names if is_prepared(name)}
-    texts = {name: resolve(name, data.column) for name in names if name not in opened}
+    texts = {name: resolve(name, data.column, data.limit) for name in names if name not in opened}
+    if opened and data.limit:
+        raise RaygptError(
+            f"data.limit: {data.limit} has no effect on {next(iter(opened))}, which is tokens already; "
+            "leave data.limit out"
+        )
     _check_tokenizers(list(opened.values()), list(texts), data.tokenizer)
     for job in _jobs(data, list(texts.values())):
         folder = storage.join(stores, f"{job.source.slug}-{job.fingerprint[:8]}")

@@ -97,11 +97,12 @@ def prepare(
     split: str = "documents",
     split_seed: int = 2357,
     column: str = "text",
+    limit: int | None = None,
     watch: Watch = lambda progress: None,
 ) -> TokenStore:
     """Tokenise a source into a store. The arguments are those of a recipe's `data`."""
     held_out = resolve(val, column) if isinstance(val, str) else val
-    return run(Job(resolve(source, column), tokenizer, held_out, split, split_seed), folder, watch)
+    return run(Job(resolve(source, column, limit), tokenizer, held_out, split, split_seed), folder, watch)
 
 
 def run(job: Job, folder: str, watch: Watch = lambda progress: None) -> TokenStore:
@@ -169,6 +170,7 @@ def _write_plan(job: Job, folder: str, units: Sequence[Unit]) -> None:
         "fingerprint": job.fingerprint,
         "source": job.source.spec,
         "column": job.source.column,
+        "limit": job.source.limit,
         "tokenizer": job.tokenizer,
         "val": job.val.spec if isinstance(job.val, Source) else job.val,
         "split": job.split,
@@ -212,11 +214,13 @@ def _units(job: Job, rows: Sequence[int]) -> list[Unit]:
 
 
 def _units_of(source: Source, stream: str, first: int = 0, rows: Sequence[int] = ()) -> list[Unit]:
-    """Small files together, large ones alone; WikiText's articles may go on in the next file, so all in one."""
+    """Small files together, large ones alone. All in one where they are read as one: WikiText's articles may go on in
+    the next file, and a limit counts through all of them."""
+    in_one = source.rule == "wikitext" or source.limit
     groups: list[list[File]] = [[]]
     for file in source.files:
         full = sum(f.size for f in groups[-1]) + file.size > part_bytes(source)
-        if groups[-1] and full and source.rule != "wikitext":
+        if groups[-1] and full and not in_one:
             groups.append([])
         groups[-1].append(file)
     first_rows = dict(zip(source.files, itertools.accumulate(rows, initial=0), strict=False))
