@@ -7,6 +7,7 @@ from raygpt import storage
 from raygpt.config import Data
 from raygpt.corpus import nanogpt, prepare, tokenizers
 from raygpt.corpus.feed import Feed
+from raygpt.corpus.order import window_count
 from raygpt.corpus.prepare import Job, Watch
 from raygpt.corpus.sources import Source, resolve
 from raygpt.corpus.store import INDEX, PLAN, TokenStore, open_store
@@ -31,6 +32,10 @@ class Mixture:
     @property
     def val_tokens(self) -> int:
         return sum(len(store.val) for store in self.stores)
+
+    def windows(self, context: int) -> int:
+        """Windows of all stores: an epoch."""
+        return sum(window_count(len(store.train), context) for store in self.stores)
 
     def feed(self, *, context: int, batch_rows: int, order: str, seed: int) -> Feed:
         """What reads the rows of batch N."""

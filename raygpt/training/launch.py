@@ -26,7 +26,7 @@ from raygpt.training import checkpoints, resume
 from raygpt.training.backend import Processes
 from raygpt.training.checkpoints import Checkpoint
 from raygpt.training.loop import Task
-from raygpt.training.plan import Plan, make_plan
+from raygpt.training.plan import Plan, in_steps, make_plan
 from raygpt.training.scaling import Workers, choose_workers, ensure_room
 from raygpt.training.session import Event, Mailbox, last_metrics
 from raygpt.training.worker import work
@@ -52,7 +52,7 @@ class Result:
 class Prepared:
     """A run that is ready to start."""
 
-    recipe: Recipe
+    recipe: Recipe  # with every length in steps
     corpus: Mixture
     plan: Plan
     feed: Feed
@@ -71,6 +71,7 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
     _refuse_what_is_missing(recipe)
     after = resume.check(folder, recipe, force)
     corpus = open_mixture(recipe.data, storage.join(home, STORES), watch)
+    written, recipe = recipe, in_steps(recipe, corpus.windows(recipe.model.context))
     plan = make_plan(
         recipe,
         vocab=corpus.tokenizer.vocab,
@@ -83,7 +84,7 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
     )
     feed.rows(0)  # a corpus that is too short, or not of its tokenizer, is refused here
     start_from = None if after else resume.fork(recipe, home, tokenizers.fingerprint(corpus.tokenizer))
-    storage.write_bytes(storage.join(folder, resume.RECIPE), recipe.to_yaml().encode())
+    storage.write_bytes(storage.join(folder, resume.RECIPE), written.to_yaml().encode())
     tokenizers.save(corpus.tokenizer, folder)
     return Prepared(recipe, corpus, plan, feed, after, start_from)
 

@@ -1,10 +1,15 @@
 """Every number that follows from a recipe and its corpus, and how a batch is cut to fit the devices."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from raygpt.config import Recipe
 from raygpt.engines.base import Devices
+from raygpt.errors import RaygptError
+from raygpt.recipes.explain import explain_first
 
 STATE_BYTES = 16  # a parameter, its gradient and AdamW's two averages, all fp32
 ACTIVATIONS = 16  # times width, per token and layer, kept for the backward pass: norms 2, Q/K/V 3, attention 1,
@@ -61,6 +66,19 @@ class Plan:
         ]
 
 
+def in_steps(recipe: Recipe, windows: int) -> Recipe:
+    """The recipe with its epochs turned into steps: one is as many as it takes to see all of these windows."""
+    training = recipe.training
+    epoch = -(-windows // (training.batch_tokens // recipe.model.context))
+    steps = training.steps if training.epochs is None else math.ceil(training.epochs * epoch)
+    lengths = {"steps": steps, "epochs": None}
+    lengths |= {key: epoch for key in ("eval_every", "checkpoint_every") if getattr(training, key) == "epoch"}
+    try:
+        return Recipe.model_validate(dict(recipe) | {"training": training.model_copy(update=lengths)})
+    except ValidationError as error:  # a warm-up that is longer than the steps
+        raise RaygptError(explain_first(error)) from None
+
+
 def make_plan(recipe: Recipe, *, vocab: int, train_tokens: int, val_tokens: int, run_folder: str) -> Plan:
     """The plan of a recipe with its corpus."""
     model = recipe.model
@@ -69,7 +87,7 @@ def make_plan(recipe: Recipe, *, vocab: int, train_tokens: int, val_tokens: int,
         vocab=vocab,
         train_tokens=train_tokens,
         val_tokens=val_tokens,
-        steps=recipe.training.steps,
+        steps=recipe.steps,
         rows=recipe.training.batch_tokens // model.context,
         context=model.context,
         flops_per_token=model.flops_per_token(vocab),

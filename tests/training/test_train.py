@@ -163,6 +163,23 @@ def test_a_fork_goes_on_from_another_runs_step_with_its_own_recipe(train, straig
         train("orphan", 15, **{"run.start_from": "nothing"})
 
 
+def test_epochs_are_steps_once_the_corpus_is_known_and_stay_epochs_in_the_run(train):
+    length = {"training.epochs": 0.1, "training.eval_every": "epoch"}
+    result = train("epochs", None, **length)
+    written = load_recipe(f"{result.path}/recipe.yaml").training
+    assert (written.steps, written.epochs, written.eval_every) == (None, 0.1, "epoch")
+    windows = json.loads(next(Path(result.path).parent.glob("stores/*/index.json")).read_text())["train"]
+    epoch = -(-((sum(extent["tokens"] for extent in windows) - 1) // 16) // 5)
+    steps = -(-epoch // 10)
+    assert result.metrics["step"] == steps
+    assert [line["step"] for line in metrics(result) if "val_loss" in line] == [0, steps]
+    assert train("epochs", None, **length) == result  # finished
+    with pytest.raises(RaygptError, match=r"training\.epochs: 0\.1 → 0\.05"):
+        train("epochs", None, **{**length, "training.epochs": 0.05})
+    with pytest.raises(RaygptError, match=r"training\.steps: None → 90, training\.epochs: 0\.1 → None"):
+        train("epochs", 90)
+
+
 def test_what_libraries_say_is_in_the_runs_logs(straight):
     logs = Path(straight.path, "logs")
     assert {path.name for path in logs.iterdir()} >= {"worker-0.log", "worker-1.log"}
