@@ -345,9 +345,12 @@ class Training(Part):
         return self
 
     @property
-    def counts_epochs(self) -> bool:
-        """Whether something here can only be known with the whole corpus."""
-        return self.epochs is not None or "epoch" in (self.eval_every, self.checkpoint_every)
+    def in_epochs(self) -> str | None:
+        """What is given in epochs, if anything, as one would write it: it needs the whole corpus."""
+        every = [
+            f"training.{key}: epoch" for key in ("eval_every", "checkpoint_every") if getattr(self, key) == "epoch"
+        ]
+        return next(iter([f"training.epochs: {self.epochs:g}"] if self.epochs else every), None)
 
 
 class Mesh(Part):

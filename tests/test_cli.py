@@ -57,7 +57,13 @@ def test_recipes_are_listed_with_a_line_each(raygpt):
     assert status == 0
     assert "shakespeare-char" in out
     _, out, _ = raygpt("recipes", "--json")
-    assert set(json.loads(out)) == {"tiny", "shakespeare-char", "gpt2-124m-openwebtext", "gpt2-124m-wikitext103"}
+    assert set(json.loads(out)) == {
+        "tiny",
+        "shakespeare-char",
+        "gpt2-124m-openwebtext",
+        "gpt2-124m-wikitext103",
+        "gpt2-124m-wikitext103-smoke",
+    }
 
 
 def test_a_recipe_is_shown_with_its_comments_or_resolved_as_json(raygpt):

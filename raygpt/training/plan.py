@@ -23,7 +23,7 @@ class Plan:
 
     parameters: int
     vocab: int
-    train_tokens: int
+    train_tokens: int | None  # None where they are still being made
     val_tokens: int
     steps: int
     rows: int  # of a batch
@@ -40,8 +40,8 @@ class Plan:
         return self.steps * self.batch_tokens
 
     @property
-    def epochs(self) -> float:
-        return self.tokens / self.train_tokens
+    def epochs(self) -> float | None:
+        return self.tokens / self.train_tokens if self.train_tokens else None
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON."""
@@ -49,13 +49,17 @@ class Plan:
 
     def lines(self) -> list[tuple[str, str]]:
         """Label and value of each number, for people."""
+        to_train_on = (
+            "tokenised while it trains" if self.train_tokens is None else f"{self.train_tokens:,} tokens to train on"
+        )
+        epochs = "" if self.epochs is None else f"{self.epochs:.2f} epochs, "
         return [
             ("parameters", f"{self.parameters:,} with {self.vocab:,} tokens in the vocabulary"),
-            ("corpus", f"{self.train_tokens:,} tokens to train on, {self.val_tokens:,} to validate"),
+            ("corpus", f"{to_train_on}, {self.val_tokens:,} to validate"),
             (
                 "training",
                 f"{self.steps:,} steps × {self.rows:,} rows × {self.context:,} tokens = {self.tokens:,} tokens, "
-                f"{self.epochs:.2f} epochs, {self.tokens / self.parameters:.1f} tokens per parameter",
+                f"{epochs}{self.tokens / self.parameters:.1f} tokens per parameter",
             ),
             (
                 "compute",
@@ -79,7 +83,7 @@ def in_steps(recipe: Recipe, windows: int) -> Recipe:
         raise RaygptError(explain_first(error)) from None
 
 
-def make_plan(recipe: Recipe, *, vocab: int, train_tokens: int, val_tokens: int, run_folder: str) -> Plan:
+def make_plan(recipe: Recipe, *, vocab: int, train_tokens: int | None, val_tokens: int, run_folder: str) -> Plan:
     """The plan of a recipe with its corpus."""
     model = recipe.model
     return Plan(
