@@ -111,17 +111,18 @@ def _place(nodes: Sequence[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
 
     Where some nodes have accelerators and others have none, those without: the CPUs of the others are for training.
     """
-    from ray.util.scheduling_strategies import In, NodeLabelSchedulingStrategy
-
     with_cpus = [node for node in nodes if node["Alive"] and node["Resources"].get("CPU")]
     plain = [node for node in with_cpus if not any(node["Resources"].get(kind) for kind in ("GPU", "TPU"))]
     chosen = plain or with_cpus
     cpus = sum(node["Resources"]["CPU"] for node in chosen)
     if len(chosen) == len(with_cpus):
         return cpus, {}
-    ids = In(*(node["NodeID"] for node in chosen))  # type: ignore[no-untyped-call]
-    # soft: should those nodes go, others do the work
-    return cpus, {"scheduling_strategy": NodeLabelSchedulingStrategy({}, soft={"ray.io/node-id": ids})}
+    ids = ",".join(node["NodeID"] for node in chosen)
+    # the fallback: should those nodes go, others do the work
+    return cpus, {
+        "label_selector": {"ray.io/node-id": f"in({ids})"},
+        "fallback_strategy": [{"label_selector": {}}],
+    }
 
 
 def _readable(error: BaseException) -> BaseException:
