@@ -80,6 +80,9 @@ def prepare(
     split: Annotated[str, typer.Option(help="How the share is taken: documents, tail or huggingface.")] = "documents",
     split_seed: Annotated[int, typer.Option(help="Decides which documents are held out.")] = 2357,
     column: Annotated[str, typer.Option(help="Where jsonl and parquet hold the text.")] = "text",
+    limit: Annotated[
+        int | None, typer.Option(help="Only so many rows, the first: lines of text, rows of a table.")
+    ] = None,
     nanogpt: Annotated[bool, typer.Option("--nanogpt", help="Also write nanoGPT's train.bin and val.bin.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -90,7 +93,7 @@ def prepare(
     from raygpt.recipes import check_part
 
     keys: dict[str, Any] = {"source": source, "tokenizer": tokenizer, "val": val}
-    keys |= {"split": split, "split_seed": split_seed, "column": column}
+    keys |= {"split": split, "split_seed": split_seed, "column": column, "limit": limit}
     data: Data = check_part("data", keys)
     with console.preparing() as watch:
         store = run(
@@ -101,6 +104,7 @@ def prepare(
             split=data.split,
             split_seed=data.split_seed,
             column=data.column,
+            limit=data.limit,
             watch=watch,
         )
     if nanogpt:

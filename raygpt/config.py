@@ -168,6 +168,9 @@ class Data(Part):
     )
     split_seed: Whole = Field(2357, ge=0, lt=SEEDS, description="Decides which documents or rows val gets.")
     column: str = Field("text", min_length=1, description="Where jsonl and parquet hold the text.")
+    limit: Annotated[Whole, Field(gt=0)] | None = Field(
+        None, description="Only so many rows of each source, its first: lines of text, rows of jsonl and parquet."
+    )
 
     @field_validator("tokenizer")
     @classmethod
@@ -213,6 +216,15 @@ class Data(Part):
             raise ValueError(
                 f"data.split: {self.split} needs a share, but data.val is the source {shown(self.val)}; "
                 "write e.g. data.val: 0.05, or data.split: documents"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _limit_is_known_to_the_split(self) -> Self:
+        if self.limit and self.split == "huggingface":
+            raise ValueError(
+                f"data.limit: {self.limit} is not for data.split huggingface, which draws from all rows; "
+                "write data.split: documents"
             )
         return self
 
@@ -266,18 +278,38 @@ class Schedule(Part):
         return self
 
 
+def _count_or_epoch(every: object, info: ValidationInfo) -> object:
+    """'100' -> 100, and 'epoch' stays."""
+    if every == "epoch":
+        return every
+    if not re.fullmatch(r"0*[1-9][0-9]{0,17}", str(every)):
+        raise ValueError(
+            f"training.{info.field_name}: {shown(every)} is neither a number of steps nor epoch; "
+            f"write e.g. training.{info.field_name}: 100"
+        )
+    return int(str(every))
+
+
+Every = Annotated[int | Literal["epoch"], BeforeValidator(_count_or_epoch), "int or epoch"]
+
+
 class Training(Part):
     """How long, in what batches, and what happens on the way."""
 
-    steps: Whole = Field(1000, gt=0, description="Optimizer steps in all.")
+    steps: Annotated[Whole, Field(gt=0)] | None = Field(
+        1000, description="Optimizer steps in all; null where epochs says how long."
+    )
+    epochs: Annotated[Real, Field(gt=0)] | None = Field(
+        None, description="Passes over the corpus in all; null where steps says how long."
+    )
     batch_tokens: Whole = Field(4096, gt=0, description="Tokens a step, all workers together; whole rows.")
     seed: Whole = Field(1337, ge=0, lt=SEEDS, description="Decides first weights, dropout and data order.")
     log_every: Whole = Field(10, gt=0, description="Steps between lines of the log.")
-    eval_every: Whole = Field(100, gt=0, description="Steps between validations.")
+    eval_every: Every = Field(100, description="Steps between validations, or epoch: once in each.")
     eval_rows: Annotated[Whole, Field(gt=0)] | None = Field(
         None, description="Windows to validate on, evenly spread and always the same; null takes all."
     )
-    checkpoint_every: Whole = Field(100, gt=0, description="Steps between checkpoints.")
+    checkpoint_every: Every = Field(100, description="Steps between checkpoints, or epoch: once in each.")
     on_nan: Literal["stop", "skip"] = Field(
         "stop", description="When a loss is not a number: end the run, or leave the step out and count it."
     )
@@ -290,6 +322,35 @@ class Training(Part):
     remat: Literal["none", "products", "blocks"] = Field(
         "none", description="What is computed again to save memory: nothing, all but matrix products, whole blocks."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_stand_for_steps(cls, value: object) -> object:
+        if isinstance(value, Mapping) and value.get("epochs") is not None and "steps" not in value:
+            return {**value, "steps": None}
+        return value
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> Self:
+        if self.steps is None and self.epochs is None:
+            raise ValueError(
+                "training.steps: null leaves the run without a length; "
+                "write e.g. training.steps: 1000, or training.epochs: 5"
+            )
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"training.epochs: {self.epochs:g} is a second length beside training.steps {self.steps}; "
+                "write training.steps: null, or leave training.epochs out"
+            )
+        return self
+
+    @property
+    def in_epochs(self) -> str | None:
+        """What is given in epochs, if anything, as one would write it: it needs the whole corpus."""
+        every = [
+            f"training.{key}: epoch" for key in ("eval_every", "checkpoint_every") if getattr(self, key) == "epoch"
+        ]
+        return next(iter([f"training.epochs: {self.epochs:g}"] if self.epochs else every), None)
 
 
 class Mesh(Part):
@@ -484,6 +545,8 @@ class Recipe(Part):
     @model_validator(mode="after")
     def _warmup_fits(self) -> Self:
         warmup, steps = self.schedule.warmup_steps, self.training.steps
+        if steps is None:
+            return self  # looked at again when epochs have become steps
         if warmup > steps:
             raise ValueError(
                 f"schedule.warmup_steps: {warmup} is more than training.steps {steps}; write {steps} or less"
@@ -522,6 +585,15 @@ class Recipe(Part):
                 wrong = f"cluster.mesh.{axis}: {size} does not divide model.{key} {whole}"
                 raise ValueError(f"{wrong}; write {gcd(size, whole)}")
         return self
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in all, which `plan.in_steps` works out where the recipe has epochs."""
+        if self.training.steps is None:
+            raise RaygptError(
+                f"training.epochs: {self.training.epochs} is no number of steps before its corpus is known"
+            )
+        return self.training.steps
 
     def to_dict(self) -> dict[str, Any]:
         """Every key with its value, as plain YAML and JSON types."""

@@ -166,8 +166,8 @@ class Training:
 def show_finished(run: "Prepared") -> None:
     """Nothing was left to do."""
     out.print(
-        f"{escape(_near(run.plan.run_folder))} is trained to step {run.after} already. Set training.steps higher to go "
-        "on, or run.name to begin another run.",
+        f"{escape(_near(run.plan.run_folder))} is trained to step {run.after} already. Set training.steps (or epochs) "
+        "higher to go on, or run.name to begin another run.",
         soft_wrap=True,
     )
 

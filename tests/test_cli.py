@@ -58,7 +58,12 @@ def test_recipes_are_listed_with_a_line_each(raygpt):
     assert "shakespeare-char" in out
     _, out, _ = raygpt("recipes", "--json")
     assert set(json.loads(out)) == {
-        *("tiny", "shakespeare-char", "gpt2-124m", "gpt2-124m-openwebtext", "gpt2-124m-wikitext103")
+        "tiny",
+        "shakespeare-char",
+        "gpt2-124m",
+        "gpt2-124m-openwebtext",
+        "gpt2-124m-wikitext103",
+        "gpt2-124m-wikitext103-smoke",
     }
 
 

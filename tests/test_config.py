@@ -204,7 +204,7 @@ FILE_ERRORS = [
     ("training: 5", "training: '5' is not a mapping of keys; write its keys below it, indented"),
     (
         "training:\n  steps:",
-        "training.steps: null is not a whole number; write e.g. training.steps: 1000",
+        "training.steps: null leaves the run without a length; write e.g. training.steps: 1000, or training.epochs: 5",
     ),
 ]
 
@@ -382,12 +382,30 @@ BAD_COMBINATIONS = [
         "model.width: 130 does not divide into model.heads 4 equal heads; write 128 or 132",
     ),
     (
+        {"data.limit": 5, "data.split": "huggingface"},
+        "data.limit: 5 is not for data.split huggingface, which draws from all rows; write data.split: documents",
+    ),
+    (
         {"training.batch_tokens": 1000},
         f"training.batch_tokens: 1000 {NOT_ROWS}; write 896 or 1024",
     ),
     (
         {"training.batch_tokens": 100},
         f"training.batch_tokens: 100 {NOT_ROWS}; write 128",
+    ),
+    (
+        {"training": {"steps": 100, "epochs": 2.5}},
+        "training.epochs: 2.5 is a second length beside training.steps 100; "
+        "write training.steps: null, or leave training.epochs out",
+    ),
+    (
+        {"training.eval_every": "epochs"},
+        "training.eval_every: 'epochs' is neither a number of steps nor epoch; write e.g. training.eval_every: 100",
+    ),
+    (
+        {"training.checkpoint_every": 0},
+        "training.checkpoint_every: 0 is neither a number of steps nor epoch; "
+        "write e.g. training.checkpoint_every: 100",
     ),
     (
         {"training.steps": 100, "schedule.warmup_steps": 101},
@@ -517,6 +535,19 @@ def test_config_imports_neither_ray_nor_jax_nor_torch() -> None:
 # Properties
 
 unhurried = settings(deadline=None)  # a loaded machine is no failure
+
+
+def test_a_length_in_one_unit_replaces_the_files_in_the_other() -> None:
+    tiny, wikitext = (
+        load_recipe("tiny", ["training.epochs=2"]),
+        load_recipe("gpt2-124m-wikitext103", "training.steps=9"),
+    )
+    assert (tiny.training.steps, tiny.training.epochs) == (None, 2)
+    assert (wikitext.training.steps, wikitext.training.epochs) == (9, None)
+    with pytest.raises(RaygptError, match="is no number of steps before its corpus is known"):
+        _ = tiny.steps
+
+
 names = st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,4}", fullmatch=True)
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 overrides_by_key = st.fixed_dictionaries(
@@ -535,6 +566,7 @@ overrides_by_key = st.fixed_dictionaries(
         "schedule.kind": st.sampled_from(["cosine", "linear", "wsd"]),
         "schedule.end": st.floats(0, 1),
         "training.steps": st.integers(100, 10**12),
+        "training.eval_every": st.integers(1, 10**9) | st.just("epoch"),
         "training.batch_tokens": st.integers(1, 1000).map(lambda rows: rows * 128),
         "training.seed": st.integers(0, 2**32 - 1),
         "cluster.workers": st.integers(1, 99) | st.integers(1, 99).map(lambda low: f"{low}..{2 * low}"),

@@ -6,10 +6,19 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
+from raygpt.corpus.order import window_count
 from raygpt.recipes import load_recipe, recipe_text, shipped_recipes
 from raygpt.recipes.explain import keys
+from raygpt.training.plan import in_steps
 
-RECIPES = ["gpt2-124m", "gpt2-124m-openwebtext", "gpt2-124m-wikitext103", "shakespeare-char", "tiny"]
+RECIPES = [
+    "gpt2-124m",
+    "gpt2-124m-openwebtext",
+    "gpt2-124m-wikitext103",
+    "gpt2-124m-wikitext103-smoke",
+    "shakespeare-char",
+    "tiny",
+]
 
 
 def lines_of_keys(node: yaml.Node, prefix: str = "") -> Iterator[tuple[str, int]]:
@@ -111,7 +120,18 @@ def test_gpt2_124m_wikitext103_has_the_pytorch_tutorials_numbers() -> None:
     assert (recipe.optimizer.weight_decay, recipe.optimizer.clip) == (0.1, 1.0)
     assert (recipe.schedule.kind, recipe.schedule.warmup_steps) == ("constant", 0)
     assert recipe.training.batch_tokens == 4 * 16 * 256
-    assert recipe.training.steps == 5 * recipe.training.eval_every == 5 * recipe.training.checkpoint_every
-    epochs = recipe.training.steps * recipe.training.batch_tokens / 117_920_140
-    assert epochs == pytest.approx(5, rel=0.01)
-    assert (recipe.engine, recipe.cluster.workers) == ("torch", 4)
+    training = recipe.training
+    assert (training.epochs, training.eval_every, training.checkpoint_every) == (5, "epoch", "epoch")
+    known = in_steps(recipe, window_count(117_920_140, 256)).training
+    assert (known.steps, known.eval_every, known.checkpoint_every) == (35_990, 7_198, 7_198)  # as its comment says
+    assert (recipe.engine, recipe.cluster.workers, recipe.run.keep) == ("torch", 4, 2)
+
+
+def test_the_smoke_variant_is_the_tutorials_smoke_mode_on_two_cpu_workers() -> None:
+    whole, smoke = load_recipe("gpt2-124m-wikitext103"), load_recipe("gpt2-124m-wikitext103-smoke")
+    for part in ("engine", "model", "optimizer", "schedule"):
+        assert getattr(smoke, part) == getattr(whole, part)
+    assert (smoke.data.limit, smoke.training.steps, smoke.data.order) == (2500, 25, "sequential")
+    assert smoke.training.batch_tokens == 2 * 16 * 256
+    assert (smoke.cluster.workers, smoke.cluster.accelerator) == (2, "cpu")
+    assert smoke.training.in_epochs is None  # or it could not stream

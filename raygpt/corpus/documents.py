@@ -13,10 +13,11 @@ import json
 import lzma
 import re
 import shutil
+import sys
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 from raygpt import storage
 from raygpt.corpus.sources import File, Source, first_line
@@ -25,6 +26,8 @@ from raygpt.errors import RaygptError
 
 if TYPE_CHECKING:
     import pyarrow.parquet
+
+Row = TypeVar("Row", str, bytes)
 
 PIECE_BYTES = 4 * 2**20
 SEPARATOR = END_OF_TEXT.encode()  # a line of its own in text files
@@ -46,20 +49,27 @@ class Reader:
     def __init__(self, source: Source, files: Sequence[File], first_row: int = 0, keep_blank: bool = False):
         self.position = 0
         self._source, self._files, self._row, self._keep_blank = source, files, first_row, keep_blank
+        self._left = source.limit or sys.maxsize  # rows, or lines of text, that may still be read
 
     def pieces(self) -> Iterator[Piece]:
         """Every document of the files; blank ones are left out unless they are to be kept, but they count as rows."""
         if self._source.rule == "wikitext":
-            yield from self._pieces_of_text(self._all_lines(), self._files[0])
+            yield from self._pieces_of_text(self._limited(self._all_lines()), self._files[0])
             return
         for file in self._files:
             if file.format == "text":
-                yield from self._pieces_of_text(self.lines(file), file)
+                yield from self._pieces_of_text(self._limited(self.lines(file)), file)
             else:
-                for text in self._rows(file):
+                for text in self._limited(self._rows(file)):
                     if self._keep_blank or text.strip():
                         yield Piece(text, self._row, first=True, last=True)
                     self._row += 1
+
+    def _limited(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """Rows up to the source's limit, which is one for all files together."""
+        while self._left and (row := next(rows, None)) is not None:
+            self._left -= 1
+            yield row
 
     def _pieces_of_text(self, lines: Iterator[bytes], file: File) -> Iterator[Piece]:
         """Cut a stream of lines into documents where a separator or a title stands, and long ones into pieces."""

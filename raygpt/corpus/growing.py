@@ -1,6 +1,7 @@
 """A token store that is read while prepare is still writing it: its train stream grows shard by shard."""
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 
 from raygpt import storage
 from raygpt.corpus import tokenizers
-from raygpt.corpus.store import INDEX, PLAN, Extent, Index, TokenStream, dtype_for, read_header
+from raygpt.corpus.store import FAILED, INDEX, PLAN, Extent, Index, TokenStore, TokenStream, dtype_for, read_header
 from raygpt.errors import RaygptError
 
 POLL_S = 0.2
@@ -21,10 +22,13 @@ def shard_name(stream: str, unit: int, part: int) -> str:
 
 
 class GrowingStream(TokenStream):
-    """The train stream so far. What is not there yet is waited for, up to `patience_s` without progress."""
+    """A stream so far. What is not there yet is waited for, up to `patience_s` without progress.
 
-    def __init__(self, folder: str, patience_s: float = 300):
-        self.folder, self._patience = folder, patience_s
+    `val` is a stream of its own where the validation text is: its units come after those of `train`.
+    """
+
+    def __init__(self, folder: str, patience_s: float = 300, stream: str = "train"):
+        self.folder, self._patience, self._stream = folder, patience_s, stream
         self._until(lambda: storage.exists(storage.join(folder, tokenizers.FILE_NAME)))  # the plan is there before it
         plan: dict[str, Any] = json.loads(storage.read_bytes(storage.join(folder, PLAN)))
         if plan["split"] == "tail":
@@ -46,12 +50,13 @@ class GrowingStream(TokenStream):
             val=(),
         )
         super().__init__(folder, [], index)
-        self._units = int(plan["units"])
-        self._next = (0, 0)  # unit and part of the shard that is looked for
+        first, units = (0, plan["units"]) if stream == "train" else (plan["units"], plan["val_units"])
+        self._next = (first, 0)  # unit and part of the shard that is looked for
+        self._end = first + units
         self._whole = False
 
     def wait(self, tokens: int) -> int:
-        """Tokens there are, once they reach `tokens` or the store is whole."""
+        """Tokens there are, once they reach `tokens` or the stream is whole."""
         while len(self) < tokens and not self._whole:
             self._until(self._take_next)
         return len(self)
@@ -59,6 +64,8 @@ class GrowingStream(TokenStream):
     def _until(self, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self._patience
         while not done():
+            if storage.exists(reason := storage.join(self.folder, FAILED)):
+                raise RaygptError(storage.read_bytes(reason).decode())
             if time.monotonic() > deadline:
                 raise RaygptError(
                     f"{self.folder}: no new shard for {self._patience:.0f} s; prepare has stopped, run it again"
@@ -68,7 +75,10 @@ class GrowingStream(TokenStream):
     def _take_next(self) -> bool:
         """Take in the next shard, or after the last one the index; False where it is not there yet."""
         unit, part = self._next
-        name = shard_name("train", unit, part) if unit < self._units else INDEX
+        if unit == self._end and self._stream == "val":
+            self._whole = True
+            return True
+        name = shard_name(self._stream, unit, part) if unit < self._end else INDEX
         uri = storage.join(self.folder, name)
         if not storage.exists(uri):
             return False
@@ -89,6 +99,16 @@ class GrowingStream(TokenStream):
                 "but training has begun on them; train again, the store is whole now"
             )
         self._whole = True
+
+
+class GrowingStore(TokenStore):
+    """A store whose validation tokens are there, and whose train tokens come as they are asked for."""
+
+    def __init__(self, folder: str, patience_s: float = 300):
+        self.train = GrowingStream(folder, patience_s)
+        self.val = GrowingStream(folder, patience_s, "val")
+        self.folder, self.index = folder, self.train.index
+        self.val.wait(sys.maxsize)
 
 
 def is_whole(folder: str) -> bool:

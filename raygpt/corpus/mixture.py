@@ -7,7 +7,9 @@ from raygpt import storage
 from raygpt.config import Data
 from raygpt.corpus import nanogpt, prepare, tokenizers
 from raygpt.corpus.feed import Feed
-from raygpt.corpus.prepare import Job, Watch
+from raygpt.corpus.growing import GrowingStore, is_whole
+from raygpt.corpus.order import window_count
+from raygpt.corpus.prepare import Background, Job, Watch
 from raygpt.corpus.sources import Source, resolve
 from raygpt.corpus.store import INDEX, PLAN, TokenStore, open_store
 from raygpt.errors import RaygptError
@@ -19,35 +21,77 @@ class Mixture:
 
     stores: tuple[TokenStore, ...]
     weights: tuple[float, ...]
+    growing: Background | None = None  # what still writes the store, where it is trained on as it grows
 
     @property
     def tokenizer(self) -> tokenizers.Tokenizer:
         return self.stores[0].tokenizer
 
     @property
-    def train_tokens(self) -> int:
-        return sum(len(store.train) for store in self.stores)
+    def train_tokens(self) -> int | None:
+        """None where they are still being made."""
+        return None if self.growing else sum(len(store.train) for store in self.stores)
 
     @property
     def val_tokens(self) -> int:
         return sum(len(store.val) for store in self.stores)
+
+    def windows(self, context: int) -> int:
+        """Windows of all stores: an epoch."""
+        return sum(window_count(len(store.train), context) for store in self.stores)
 
     def feed(self, *, context: int, batch_rows: int, order: str, seed: int) -> Feed:
         """What reads the rows of batch N."""
         streams = [store.train for store in self.stores]
         return Feed(streams, context=context, batch_rows=batch_rows, order=order, seed=seed, weights=self.weights)
 
+    def close(self) -> None:
+        """End what still writes a store: nobody reads it any more."""
+        if self.growing:
+            self.growing.stop()
+
+
+def growing_text(data: Data, stores: str) -> tuple[Job, str] | None:
+    """The job and folder of a corpus that can be trained on while it is tokenised; None where it must be whole first.
+
+    Its order must not depend on how long it will be, and its validation text must not be spread over all of it.
+    """
+    (first, *others), val = data.sources, data.val
+    if data.order != "sequential" or others or not isinstance(val, str) or is_prepared(first.source):
+        return None
+    (job,) = _jobs(data, [resolve(first.source, data.column, data.limit)])
+    folder = _folder(job, stores)
+    return None if is_whole(folder) else (job, folder)
+
+
+def open_growing(job: Job, folder: str, watch: Watch = lambda progress: None, cpus: float | None = None) -> Mixture:
+    """Begin to tokenise a text, on so many CPUs; it is open as soon as its validation tokens are there."""
+    background = Background(job, folder, watch, cpus)
+    try:
+        return Mixture((GrowingStore(folder),), (1.0,), background)
+    except BaseException:
+        background.stop()
+        raise
+
 
 def open_mixture(data: Data, stores: str, watch: Watch = lambda progress: None) -> Mixture:
     """Open the corpus of a recipe; what has to be prepared goes into a folder under `stores`."""
     names = [part.source for part in data.sources]
     opened = {name: open_prepared(name, data.tokenizer) for name in names if is_prepared(name)}
-    texts = {name: resolve(name, data.column) for name in names if name not in opened}
+    texts = {name: resolve(name, data.column, data.limit) for name in names if name not in opened}
+    if opened and data.limit:
+        raise RaygptError(
+            f"data.limit: {data.limit} has no effect on {next(iter(opened))}, which is tokens already; "
+            "leave data.limit out"
+        )
     _check_tokenizers(list(opened.values()), list(texts), data.tokenizer)
     for job in _jobs(data, list(texts.values())):
-        folder = storage.join(stores, f"{job.source.slug}-{job.fingerprint[:8]}")
-        opened[job.source.spec] = prepare.run(job, folder, watch)
+        opened[job.source.spec] = prepare.run(job, _folder(job, stores), watch)
     return Mixture(tuple(opened[name] for name in names), tuple(part.weight for part in data.sources))
+
+
+def _folder(job: Job, stores: str) -> str:
+    return storage.absolute(storage.join(stores, f"{job.source.slug}-{job.fingerprint[:8]}"))
 
 
 def open_prepared(folder: str, tokenizer: str = "gpt2") -> TokenStore:

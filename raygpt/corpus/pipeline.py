@@ -76,10 +76,11 @@ class Part:
     source_bytes: int
 
 
-def run(units: Sequence[Unit], split: Split, folder: str, tokenizer: str) -> Iterator[Part]:
+def run(units: Sequence[Unit], split: Split, folder: str, tokenizer: str, cpus: float | None = None) -> Iterator[Part]:
     """Make the shards of these units with the tokenizer in the folder, which has this fingerprint.
 
-    Only counts come out, so the driver holds nothing of the corpus.
+    Only counts come out, so the driver holds nothing of the corpus. `cpus` are what it may take at once of the
+    cluster's: else tasks that always follow one another would keep others, workers for instance, from starting.
     """
     import ray
     import ray.data
@@ -87,19 +88,41 @@ def run(units: Sequence[Unit], split: Split, folder: str, tokenizer: str) -> Ite
     context = ray.data.DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.target_max_block_size = SMALLEST_PART  # so that each part is a block, and tokenised by its own task
-    cpus = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
-    readers = max(1, int(cpus) // 2)  # one keeps three tokenisers busy
+    there, where = _place(ray.nodes())  # type: ignore[no-untyped-call]
+    taken = min(there, cpus or there)
+    if where or cpus:  # at least one tokeniser and a reader
+        context.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(cpu=max(taken, 1.5))
+    readers = max(1, int(taken) // 2)  # one keeps three tokenisers busy
     with ray.data.DataContext.current(context):
         rows = ray.data.from_items([{"unit": n} for n in range(len(units))], override_num_blocks=len(units))
         # different resources keep Ray from fusing the two steps, which would tokenise a file on one core
         read = functools.partial(_read, units=tuple(units), split=split, folder=folder)
-        texts = rows.flat_map(read, num_cpus=0.01, compute=ray.data.TaskPoolStrategy(size=readers))
-        counts = texts.map(functools.partial(_tokenise, folder=folder, tokenizer=tokenizer), num_cpus=1)
+        texts = rows.flat_map(read, num_cpus=0.01, compute=ray.data.TaskPoolStrategy(size=readers), **where)
+        counts = texts.map(functools.partial(_tokenise, folder=folder, tokenizer=tokenizer), num_cpus=1, **where)
         try:
             for row in counts.iter_rows():
                 yield Part(**row)
         except Exception as error:
             raise _readable(error) from None
+
+
+def _place(nodes: Sequence[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
+    """CPUs for the tasks, and the arguments that bring them there.
+
+    Where some nodes have accelerators and others have none, those without: the CPUs of the others are for training.
+    """
+    with_cpus = [node for node in nodes if node["Alive"] and node["Resources"].get("CPU")]
+    plain = [node for node in with_cpus if not any(node["Resources"].get(kind) for kind in ("GPU", "TPU"))]
+    chosen = plain or with_cpus
+    cpus = sum(node["Resources"]["CPU"] for node in chosen)
+    if len(chosen) == len(with_cpus):
+        return cpus, {}
+    ids = ",".join(node["NodeID"] for node in chosen)
+    # the fallback: should those nodes go, others do the work
+    return cpus, {
+        "label_selector": {"ray.io/node-id": f"in({ids})"},
+        "fallback_strategy": [{"label_selector": {}}],
+    }
 
 
 def _readable(error: BaseException) -> BaseException:

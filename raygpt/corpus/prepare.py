@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +24,9 @@ from raygpt.corpus import pipeline, tokenizers
 from raygpt.corpus.documents import Reader, row_count
 from raygpt.corpus.growing import shard_name
 from raygpt.corpus.pipeline import Part, Split, Unit, part_bytes
-from raygpt.corpus.sources import File, Source, resolve
+from raygpt.corpus.sources import File, Source, first_line, resolve
 from raygpt.corpus.store import (
+    FAILED,
     INDEX,
     PLAN,
     VERSION,
@@ -41,6 +43,7 @@ from raygpt.errors import RaygptError
 
 SAMPLE = 32 * 2**20  # characters that bpe:N is trained on
 VAL_SHARD = "val.tokens"
+STOP_S = 30.0  # a part takes a second or two; a thread that takes longer ends with the process
 
 
 class Progress(NamedTuple):
@@ -97,15 +100,16 @@ def prepare(
     split: str = "documents",
     split_seed: int = 2357,
     column: str = "text",
+    limit: int | None = None,
     watch: Watch = lambda progress: None,
 ) -> TokenStore:
     """Tokenise a source into a store. The arguments are those of a recipe's `data`."""
     held_out = resolve(val, column) if isinstance(val, str) else val
-    return run(Job(resolve(source, column), tokenizer, held_out, split, split_seed), folder, watch)
+    return run(Job(resolve(source, column, limit), tokenizer, held_out, split, split_seed), folder, watch)
 
 
-def run(job: Job, folder: str, watch: Watch = lambda progress: None) -> TokenStore:
-    """Make the store of a job in a folder, or finish or open the one that is there."""
+def run(job: Job, folder: str, watch: Watch = lambda progress: None, cpus: float | None = None) -> TokenStore:
+    """Make the store of a job in a folder, or finish or open the one that is there; with all CPUs, or so many."""
     folder = storage.absolute(folder)  # Ray's workers run in other folders
     if _is_whole(folder, job.fingerprint):
         return open_store(folder)
@@ -119,13 +123,44 @@ def run(job: Job, folder: str, watch: Watch = lambda progress: None) -> TokenSto
     progress, started = Progress(source_total=sum(f.size for u in units for f in u.files)), time.monotonic()
     split = Split(share, job.split_seed, frozenset(held_out))
     with connected():
-        for part in pipeline.run(units, split, folder, tokenizers.fingerprint(tokenizer)):
+        for part in pipeline.run(units, split, folder, tokenizers.fingerprint(tokenizer), cpus):
             parts.append(part)
             progress = _advance(progress, part, time.monotonic() - started)
             watch(progress)
     parts.sort(key=lambda part: (part.stream, part.unit, part.part))
     _write_index(job, folder, tokenizer, parts, held_out)
     return open_store(folder)
+
+
+class Background:
+    """A job that runs in a thread of this process, for those who read its store before it is whole."""
+
+    def __init__(self, job: Job, folder: str, watch: Watch = lambda progress: None, cpus: float | None = None):
+        self._job, self._folder, self._watch, self._cpus = job, storage.absolute(folder), watch, cpus
+        self._stopped = threading.Event()
+        storage.delete(self._failed)
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it with the part that it is at, if it has not ended; to run the job again continues it."""
+        self._stopped.set()
+        self._thread.join(STOP_S)
+
+    @property
+    def _failed(self) -> str:
+        return storage.join(self._folder, FAILED)
+
+    def _work(self) -> None:
+        try:
+            run(self._job, self._folder, self._report, self._cpus)
+        except BaseException as error:  # whatever it is, readers would wait for what never comes
+            storage.write_bytes(self._failed, first_line(error).encode())
+
+    def _report(self, progress: Progress) -> None:
+        if self._stopped.is_set():
+            raise RaygptError(f"{self._folder} is not whole: what it was prepared for has ended; run the same again")
+        self._watch(progress)
 
 
 def _advance(progress: Progress, part: Part, seconds: float) -> Progress:
@@ -169,16 +204,19 @@ def _write_plan(job: Job, folder: str, units: Sequence[Unit]) -> None:
         "fingerprint": job.fingerprint,
         "source": job.source.spec,
         "column": job.source.column,
+        "limit": job.source.limit,
         "tokenizer": job.tokenizer,
         "val": job.val.spec if isinstance(job.val, Source) else job.val,
         "split": job.split,
         "split_seed": job.split_seed,
         "units": sum(unit.stream == "train" for unit in units),
+        "val_units": sum(unit.stream == "val" for unit in units),
     }
     uri = storage.join(folder, PLAN)
     begun = _read_json(uri) or plan
     if begun["fingerprint"] != plan["fingerprint"]:
-        if {**begun, "fingerprint": "", "units": 0} != {**plan, "fingerprint": "", "units": 0}:
+        counted = {"fingerprint": "", "units": 0, "val_units": 0}
+        if {**begun, **counted} != {**plan, **counted}:
             raise _another(folder)
         _begin_again(folder)
     storage.write_bytes(uri, json.dumps(plan, indent=1).encode())
@@ -212,11 +250,13 @@ def _units(job: Job, rows: Sequence[int]) -> list[Unit]:
 
 
 def _units_of(source: Source, stream: str, first: int = 0, rows: Sequence[int] = ()) -> list[Unit]:
-    """Small files together, large ones alone; WikiText's articles may go on in the next file, so all in one."""
+    """Small files together, large ones alone. All in one where they are read as one: WikiText's articles may go on in
+    the next file, and a limit counts through all of them."""
+    in_one = source.rule == "wikitext" or source.limit
     groups: list[list[File]] = [[]]
     for file in source.files:
         full = sum(f.size for f in groups[-1]) + file.size > part_bytes(source)
-        if groups[-1] and full and source.rule != "wikitext":
+        if groups[-1] and full and not in_one:
             groups.append([])
         groups[-1].append(file)
     first_rows = dict(zip(source.files, itertools.accumulate(rows, initial=0), strict=False))

@@ -71,6 +71,7 @@ class Source:
     files: tuple[File, ...]
     rule: str
     column: str
+    limit: int | None = None  # rows that are read, from the first file's first on: lines of text, rows of a table
 
     @property
     def size(self) -> int:
@@ -86,18 +87,19 @@ class Source:
     def identity(self) -> dict[str, object]:
         """What decides which text comes out: for fingerprints. Not where the files lie or what they are called."""
         files = [{k: v for k, v in asdict(file).items() if k != "uri"} for file in self.files]
-        return {"files": files, "rule": self.rule, "column": self.column}
+        limit = {"limit": self.limit} if self.limit else {}
+        return {"files": files, "rule": self.rule, "column": self.column, **limit}
 
 
-def resolve(spec: str, column: str = "text") -> Source:
+def resolve(spec: str, column: str = "text", limit: int | None = None) -> Source:
     """Find the files that a source names; an error says which name is wrong and what to write."""
     if spec == "stdlib":
-        return Source(spec, tuple(_stdlib()), "file", column)
+        return Source(spec, tuple(_stdlib()), "file", column, limit)
     if spec.startswith("hf:") or re.split(r"[:@]", spec)[0] in PRESETS:
         rule = PRESETS[name].rule if (name := _dataset_name(spec)) in PRESETS else "file"
-        return Source(spec, tuple(_dataset(spec)), rule, column)
+        return Source(spec, tuple(_dataset(spec)), rule, column, limit)
     rule, path = ("wikitext", spec.removeprefix("wikitext:")) if spec.startswith("wikitext:") else ("file", spec)
-    return Source(spec, tuple(_files(path)), rule, column)
+    return Source(spec, tuple(_files(path)), rule, column, limit)
 
 
 def _stdlib() -> list[File]:

@@ -35,6 +35,7 @@ VERSION = 1
 HEADER = struct.Struct("<8sHHQ16sQQH")
 HEADER_BYTES = 64
 INDEX, PLAN = "index.json", "plan.json"
+FAILED = "failed.txt"  # why prepare stopped, for those who read what it writes
 
 Ids = NDArray[np.integer[Any]]
 

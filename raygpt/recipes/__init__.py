@@ -28,6 +28,9 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] | Mapping[str
         # Else the sizes that the file sets would win, and the preset would do nothing. Its context stays.
         for key in ("model.layers", "model.heads", "model.width"):
             values.pop(key, None)
+    for unit, other in (("training.steps", "training.epochs"), ("training.epochs", "training.steps")):
+        if changes.get(unit) is not None and other not in changes:
+            values.pop(other, None)  # a length in one unit replaces the file's in the other
     values |= changes
     if values.get("run.name") is None and not values.get("run"):
         values["run.name"] = _run_name(name)

@@ -1,5 +1,6 @@
 """From a recipe to a run on Ray Train: corpus, plan, run directory, trainer, and what comes of it."""
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -18,15 +19,16 @@ from raygpt.cluster import connected, cores
 from raygpt.config import Recipe
 from raygpt.corpus import tokenizers
 from raygpt.corpus.feed import Feed, rows_of_worker, windows_dataset
-from raygpt.corpus.mixture import Mixture, open_mixture
+from raygpt.corpus.mixture import Mixture, growing_text, open_growing, open_mixture
 from raygpt.corpus.prepare import Watch
 from raygpt.engines.torch import require_torch
 from raygpt.errors import RaygptError
 from raygpt.training import checkpoints, resume
 from raygpt.training.backend import Processes
 from raygpt.training.checkpoints import Checkpoint
+from raygpt.training.hold import held
 from raygpt.training.loop import Task
-from raygpt.training.plan import Plan, make_plan
+from raygpt.training.plan import Plan, in_steps, make_plan
 from raygpt.training.scaling import Workers, choose_workers, ensure_room
 from raygpt.training.session import Event, Mailbox, last_metrics
 from raygpt.training.worker import work
@@ -52,7 +54,7 @@ class Result:
 class Prepared:
     """A run that is ready to start."""
 
-    recipe: Recipe
+    recipe: Recipe  # with every length in steps
     corpus: Mixture
     plan: Plan
     feed: Feed
@@ -65,27 +67,46 @@ class Prepared:
 
 
 def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: bool = False) -> Prepared:
-    """Prepare the corpus, work out every number, and write recipe and tokenizer into the run directory."""
+    """Prepare the corpus, or begin to; work out every number; write recipe and tokenizer into the run directory."""
     home = storage.absolute(recipe.run.storage)
     folder = storage.join(home, str(recipe.run.name))
     _refuse_what_is_missing(recipe)
     after = resume.check(folder, recipe, force)
-    corpus = open_mixture(recipe.data, storage.join(home, STORES), watch)
-    plan = make_plan(
-        recipe,
-        vocab=corpus.tokenizer.vocab,
-        train_tokens=corpus.train_tokens,
-        val_tokens=corpus.val_tokens,
-        run_folder=folder,
-    )
-    feed = corpus.feed(
-        context=recipe.model.context, batch_rows=plan.rows, order=recipe.data.order, seed=recipe.training.seed
-    )
-    feed.rows(0)  # a corpus that is too short, or not of its tokenizer, is refused here
-    start_from = None if after else resume.fork(recipe, home, tokenizers.fingerprint(corpus.tokenizer))
+    corpus = _open_corpus(recipe, storage.join(home, STORES), watch)
+    try:
+        known = in_steps(recipe, corpus.windows(recipe.model.context))
+        plan = make_plan(
+            known,
+            vocab=corpus.tokenizer.vocab,
+            train_tokens=corpus.train_tokens,
+            val_tokens=corpus.val_tokens,
+            run_folder=folder,
+        )
+        feed = corpus.feed(
+            context=known.model.context, batch_rows=plan.rows, order=known.data.order, seed=known.training.seed
+        )
+        feed.rows(0)  # a corpus that is too short, or not of its tokenizer, is refused here
+        start_from = None if after else resume.fork(known, home, tokenizers.fingerprint(corpus.tokenizer))
+    except BaseException:
+        corpus.close()
+        raise
     storage.write_bytes(storage.join(folder, resume.RECIPE), recipe.to_yaml().encode())
     tokenizers.save(corpus.tokenizer, folder)
-    return Prepared(recipe, corpus, plan, feed, after, start_from)
+    return Prepared(known, corpus, plan, feed, after, start_from)
+
+
+def _open_corpus(recipe: Recipe, stores: str, watch: Watch) -> Mixture:
+    """Whole, or while it is tokenised where its order allows it and the workers leave a CPU to do so."""
+    text = growing_text(recipe.data, stores)
+    if text and (asked := recipe.training.in_epochs):
+        raise RaygptError(
+            f"{asked} needs the whole corpus, but data.order: sequential trains while it is still being tokenised; "
+            "give training.steps, eval_every and checkpoint_every in steps, or write data.order: shuffled"
+        )
+    spare = choose_workers(recipe.cluster).spare_cpus() if text and ray.is_initialized() else 0
+    if text and spare >= 1:
+        return open_growing(*text, watch, spare)
+    return open_mixture(recipe.data, stores, watch)
 
 
 def _refuse_what_is_missing(recipe: Recipe) -> None:
@@ -111,8 +132,9 @@ def train(run: Prepared, watch: Callable[[Event], None] = lambda event: None) ->
     folder = run.plan.run_folder
     last = last_metrics(folder)
     if run.is_finished:
+        run.corpus.close()
         return Result(folder, last, checkpoints.folder_of(folder, run.after))
-    with on_cluster(run.recipe):
+    with on_cluster(run.recipe), contextlib.closing(run.corpus), held(folder):
         task = Task(run.recipe, run.feed, tuple(store.val for store in run.corpus.stores), folder, run.start_from)
 
         def see(event: Event) -> None:
@@ -184,12 +206,13 @@ def _fit(trainer: DataParallelTrainer, poll: Callable[[], None]) -> BaseExceptio
 
 
 def _told(error: BaseException) -> BaseException:
-    """The worker's own RaygptError, out of what Ray wraps around it."""
-    failures = getattr(error, "worker_failures", {})
-    for failure in failures.values():
-        cause: BaseException = getattr(failure, "cause", None) or failure
-        return RaygptError(str(cause).splitlines()[0]) if isinstance(cause, RaygptError) else cause
-    return error
+    """What a worker itself raised, out of what Ray wraps around it; a RaygptError before what followed from it."""
+    failures = getattr(error, "worker_failures", {}).values()
+    causes: list[BaseException] = [getattr(failure, "cause", None) or failure for failure in failures]
+    for cause in causes:
+        if isinstance(cause, RaygptError):
+            return RaygptError(str(cause).splitlines()[0])
+    return next(iter(causes), error)
 
 
 class RowsByRank(DataConfig):

@@ -71,7 +71,8 @@ class Loop:
 
     def __init__(self, task: Task, engine: Engine, session: Session):
         self._task, self._engine, self._session = task, engine, session
-        self._training = task.recipe.training
+        self._training, self._steps = task.recipe.training, task.recipe.steps
+        self._save_every, self._eval_every = int(self._training.checkpoint_every), int(self._training.eval_every)
         self._about = engine.describe()
         self._saving: tuple[int, Any] | None = None  # the step whose checkpoint is being written, and its metrics
 
@@ -81,13 +82,13 @@ class Loop:
         log = Log(self._record)
         for step, batch in enumerate(self._batches(first, log), start=first + 1):
             state, metrics = self._engine.step(state, batch)
-            last = step == self._training.steps
+            last = step == self._steps
             if step == first + 1:  # it is compiled here, which is no measure of speed
                 self._engine.read(metrics)
                 log.restart(step)
             if step % self._training.log_every == 0 or last:
                 log.put(step, metrics)
-            if step % self._training.checkpoint_every == 0 or last:
+            if step % self._save_every == 0 or last:
                 self._save(state, step, metrics)
             if self._is_evaluated(step):
                 log.flush()
@@ -97,7 +98,7 @@ class Loop:
         return state
 
     def _is_evaluated(self, step: int) -> bool:
-        return step % self._training.eval_every == 0 or step == self._training.steps
+        return step % self._eval_every == 0 or step == self._steps
 
     def _begin(self) -> tuple[Any, int]:
         """The state and step to go on from: the newest whole checkpoint's, another run's, or those before step 1."""
@@ -158,7 +159,7 @@ class Loop:
     def _batches(self, first: int, log: "Log") -> Iterator[Any]:
         """The batch of every step from the first on, read ahead. Step n, counted from 1, consumes batch n-1."""
         rows = self._engine.rows
-        read = (self._engine.put(self._task.feed.rows(n, rows)) for n in range(first, self._training.steps))
+        read = (self._engine.put(self._task.feed.rows(n, rows)) for n in range(first, self._steps))
         for batch, waited in read_ahead(read, AHEAD):
             log.data_wait_s += waited
             yield batch

@@ -1,10 +1,15 @@
 """Every number that follows from a recipe and its corpus, and how a batch is cut to fit the devices."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from raygpt.config import Recipe
 from raygpt.engines.base import Devices
+from raygpt.errors import RaygptError
+from raygpt.recipes.explain import explain_first
 
 STATE_BYTES = 20  # a parameter, AdamW's two averages, the sum of gradients and those of one part, all fp32
 LOGITS = 2**28  # at most so many at a time, of 10 bytes each: fp32, their gradient, their exponentials
@@ -18,7 +23,7 @@ class Plan:
 
     parameters: int
     vocab: int
-    train_tokens: int
+    train_tokens: int | None  # None where they are still being made
     val_tokens: int
     steps: int
     rows: int  # of a batch
@@ -35,8 +40,8 @@ class Plan:
         return self.steps * self.batch_tokens
 
     @property
-    def epochs(self) -> float:
-        return self.tokens / self.train_tokens
+    def epochs(self) -> float | None:
+        return self.tokens / self.train_tokens if self.train_tokens else None
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON."""
@@ -44,13 +49,17 @@ class Plan:
 
     def lines(self) -> list[tuple[str, str]]:
         """Label and value of each number, for people."""
+        to_train_on = (
+            "tokenised while it trains" if self.train_tokens is None else f"{self.train_tokens:,} tokens to train on"
+        )
+        epochs = "" if self.epochs is None else f"{self.epochs:.2f} epochs, "
         return [
             ("parameters", f"{self.parameters:,} with {self.vocab:,} tokens in the vocabulary"),
-            ("corpus", f"{self.train_tokens:,} tokens to train on, {self.val_tokens:,} to validate"),
+            ("corpus", f"{to_train_on}, {self.val_tokens:,} to validate"),
             (
                 "training",
                 f"{self.steps:,} steps × {self.rows:,} rows × {self.context:,} tokens = {self.tokens:,} tokens, "
-                f"{self.epochs:.2f} epochs, {self.tokens / self.parameters:.1f} tokens per parameter",
+                f"{epochs}{self.tokens / self.parameters:.1f} tokens per parameter",
             ),
             (
                 "compute",
@@ -61,7 +70,20 @@ class Plan:
         ]
 
 
-def make_plan(recipe: Recipe, *, vocab: int, train_tokens: int, val_tokens: int, run_folder: str) -> Plan:
+def in_steps(recipe: Recipe, windows: int) -> Recipe:
+    """The recipe with its epochs turned into steps: one is as many as it takes to see all of these windows."""
+    training = recipe.training
+    epoch = -(-windows // (training.batch_tokens // recipe.model.context))
+    steps = training.steps if training.epochs is None else math.ceil(training.epochs * epoch)
+    lengths = {"steps": steps, "epochs": None}
+    lengths |= {key: epoch for key in ("eval_every", "checkpoint_every") if getattr(training, key) == "epoch"}
+    try:
+        return Recipe.model_validate(dict(recipe) | {"training": training.model_copy(update=lengths)})
+    except ValidationError as error:  # a warm-up that is longer than the steps
+        raise RaygptError(explain_first(error)) from None
+
+
+def make_plan(recipe: Recipe, *, vocab: int, train_tokens: int | None, val_tokens: int, run_folder: str) -> Plan:
     """The plan of a recipe with its corpus."""
     model = recipe.model
     return Plan(
@@ -69,7 +91,7 @@ def make_plan(recipe: Recipe, *, vocab: int, train_tokens: int, val_tokens: int,
         vocab=vocab,
         train_tokens=train_tokens,
         val_tokens=val_tokens,
-        steps=recipe.training.steps,
+        steps=recipe.steps,
         rows=recipe.training.batch_tokens // model.context,
         context=model.context,
         flops_per_token=model.flops_per_token(vocab),

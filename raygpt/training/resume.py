@@ -20,6 +20,8 @@ FREE = (
     *(f"training.{key}" for key in ("compile", "remat", "accumulation")),
 )
 
+LENGTHS = ("training.steps", "training.epochs")  # a run may go on for longer
+
 
 def check(run_folder: str, recipe: Recipe, force: bool) -> int:
     """The step that the run goes on after, 0 for a new one; refuses what would not be the same run."""
@@ -28,9 +30,8 @@ def check(run_folder: str, recipe: Recipe, force: bool) -> int:
         return 0
     before = _values(load_recipe(uri))
     after = _values(recipe)
-    longer = after["training.steps"] >= before["training.steps"]
     changed = [key for key in after if after[key] != before.get(key) and not key.startswith(FREE)]
-    changed = [key for key in changed if not (key == "training.steps" and longer)]
+    changed = [key for key in changed if not (key in LENGTHS and _is_more(after[key], before[key]))]
     if changed and not force:
         differences = ", ".join(f"{key}: {before.get(key)} → {after[key]}" for key in changed)
         raise RaygptError(
@@ -64,11 +65,15 @@ def fork(recipe: Recipe, home: str, tokenizer: str) -> Checkpoint | None:
         raise RaygptError(
             f"run.start_from: {name} has another model ({different}); write the same, or start without it"
         )
-    if checkpoint.step >= recipe.training.steps:
+    if checkpoint.step >= recipe.steps:
         raise RaygptError(
-            f"training.steps: {recipe.training.steps} are done already at step {checkpoint.step} of {name}; write more"
+            f"training.steps: {recipe.steps} are done already at step {checkpoint.step} of {name}; write more"
         )
     return checkpoint
+
+
+def _is_more(after: float | None, before: float | None) -> bool:
+    return after is not None and before is not None and after > before
 
 
 def _values(recipe: Recipe) -> dict[str, Any]:

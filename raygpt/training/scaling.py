@@ -86,6 +86,11 @@ class Workers:
             wanted[f"accelerator_type:{self.cluster.accelerator_type}"] = 0.001  # as Ray marks such a node
         return sum(min(math.floor(node.get(name, 0) / each) for name, each in wanted.items()) for node in _nodes())
 
+    def spare_cpus(self) -> float:
+        """CPUs of the cluster that the workers leave to Ray Data."""
+        taken = self.resources.get("CPU", 0) * self.cluster.max_workers
+        return sum(node.get("CPU", 0) for node in _nodes()) - taken
+
     def __str__(self) -> str:
         each = ", ".join(f"{amount:g} {name}" for name, amount in self.resources.items())
         kind = f" {self.cluster.accelerator_type}" if self.cluster.accelerator_type else ""

@@ -390,6 +390,26 @@ def test_a_column_that_is_not_text_is_refused(tmp_path: Path, column: list[Any],
     assert refusal(path) == f"{path}: column 'text' holds {kind}, not text; set data.column"
 
 
+@pytest.mark.parametrize(
+    ("limit", "kept"),
+    [(1, ["a\n"]), (4, ["a\nb\n", "c\n"]), (5, ["a\nb\n", "c\n", "d\n"]), (99, ["a\nb\n", "c\n", "d\ne\n"])],
+)
+def test_a_limit_counts_lines_of_text_through_all_files(tmp_path: Path, limit: int, kept: list[str]) -> None:
+    (tmp_path / "1.txt").write_text("a\nb\n<|endoftext|>\nc\n")
+    (tmp_path / "2.txt").write_text("d\ne\n")
+    source = resolve(str(tmp_path), limit=limit)
+    assert [piece.text for piece in Reader(source, source.files).pieces()] == kept
+
+
+def test_a_limit_counts_rows_of_tables_blank_ones_too_and_wikitexts_lines(tmp_path: Path) -> None:
+    table = parquet(tmp_path / "rows.parquet", ["one", "", "two", "three"])
+    source = resolve(str(table), limit=3)
+    assert [piece.text for piece in Reader(source, source.files).pieces()] == ["one", "two"]
+    (tmp_path / "wiki.txt").write_text(" \n = A = \n \n first \n \n = B = \n \n second \n")
+    source = resolve(f"wikitext:{tmp_path / 'wiki.txt'}", limit=4)
+    assert [piece.text for piece in Reader(source, source.files).pieces()] == [" = A = \n \n first \n"]
+
+
 def test_no_file_is_left_open_or_behind(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     for ending in (".txt", ".jsonl", ".parquet"):
         for packed, pack in PACK.items():

@@ -224,3 +224,10 @@ def test_what_is_prepared_is_told_from_text(tmp_path: Path, texts: dict[str, str
         assert not is_prepared(text)
     for text in (f"{s3}/mixture/text", f"{s3}/mixture/text/a.txt", f"{s3}/mixture", f"{s3}/none"):
         assert not is_prepared(text)
+
+
+def test_a_limit_is_refused_where_the_source_is_tokens_already(tmp_path: Path, texts: dict[str, str]) -> None:
+    store = prepare(texts["first"], str(tmp_path / "store"), "bytes")
+    assert refusal(tmp_path, store.folder, limit=5) == (
+        f"data.limit: 5 has no effect on {store.folder}, which is tokens already; leave data.limit out"
+    )

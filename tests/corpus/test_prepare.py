@@ -588,3 +588,20 @@ def test_a_store_in_an_object_store_has_the_same_rows(s3: str, tmp_path: Path, m
     again: list[Progress] = []
     prepare(f"{s3}/prepare/texts", f"{s3}/prepare/store", "bytes", val=0.2, watch=again.append)
     assert not again
+
+
+# A limit
+
+
+def test_a_limit_takes_the_first_rows_of_many_files_and_is_a_store_of_its_own(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("".join(f"file {number} line {line}\n" for line in range(4)))
+    (tmp_path / "val").mkdir()
+    (tmp_path / "val" / "own.txt").write_text("validation\n" * 9)
+    options = {"tokenizer": "bytes", "val": str(tmp_path / "val" / "own.txt")}
+    store = prepare(str(tmp_path / "?.txt"), str(tmp_path / "store"), limit=6, **options)
+    first, second = "".join(f"file 0 line {line}\n" for line in range(4)), "file 1 line 0\nfile 1 line 1\n"
+    assert ids(store.train).tolist() == of_bytes([first, second]).tolist()
+    assert ids(store.val).tolist() == of_bytes(["validation\n" * 9]).tolist()  # the limit is of the source alone
+    with pytest.raises(RaygptError, match="holds tokens of another source, tokenizer or setting"):
+        prepare(str(tmp_path / "?.txt"), str(tmp_path / "store"), limit=5, **options)

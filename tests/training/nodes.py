@@ -105,6 +105,54 @@ def tpus(folder):
         cluster.shutdown()
 
 
+def mixed(folder):
+    """A node that is said to have GPUs, where a run trains (on its CPUs), and a node that has CPUs only."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "labels": {"name": "head"}})
+    cluster.add_node(num_cpus=4, num_gpus=2, resources={"trainer": 2}, labels={"name": "gpus"})
+    cluster.add_node(num_cpus=2, labels={"name": "cpus"})
+    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
+    texts = Path(folder, "texts")
+    texts.mkdir()
+    for number in range(6):
+        Path(texts, f"{number}.txt").write_text(f"text {number}: a line of many\n" * 100)
+    Path(folder, "own.txt").write_text("a text to validate on\n" * 20)
+    _note_nodes(folder)
+    recipe = {
+        "engine": "torch",
+        "model": {"layers": 1, "heads": 2, "width": 16, "context": 16},
+        "data": {"source": str(texts), "val": f"{folder}/own.txt", "tokenizer": "bytes", "order": "sequential"},
+        "schedule.warmup_steps": 0,
+        "training": {"batch_tokens": 80, "steps": 150, "log_every": 10, "eval_every": 150, "checkpoint_every": 150},
+        "cluster": {"workers": 2, "accelerator": "cpu", "resources_per_worker": {"trainer": 1}},
+        "run": {"storage": f"{folder}/runs", "name": "mixed"},
+    }
+    try:
+        result = raygpt.train("tiny", **recipe)
+        if result.error:
+            raise result.error
+        tasks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.task"))]
+        return {"tasks": tasks, "metrics": result.metrics}
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def _note_nodes(folder):
+    """Have every task of prepare say which node it ran on; each file of the source becomes a unit of its own."""
+    from raygpt.corpus import pipeline, prepare
+
+    def noted(name, real):
+        def task(row, **options):  # a closure, so that Ray sends it by value
+            node = ray.get_runtime_context().get_node_labels()["name"]
+            Path(folder, f"{name}-{row['unit']}.task").write_text(json.dumps({"task": name, "node": node}))
+            return real(row, **options)
+
+        return task
+
+    prepare.part_bytes = lambda source: 1
+    pipeline._read, pipeline._tokenise = noted("read", pipeline._read), noted("tokenise", pipeline._tokenise)
+
+
 def autoscaler(folder):
     """A head without GPUs, whose autoscaler can bring nodes with one."""
     with socket.socket() as free:
@@ -165,4 +213,6 @@ def _wait_for_nodes(folder, port):
 
 if __name__ == "__main__":
     scenario, where = sys.argv[1:]
-    print("RESULT " + json.dumps({"gpus": gpus, "tpus": tpus, "autoscaler": autoscaler}[scenario](where)))
+    print(
+        "RESULT " + json.dumps({"gpus": gpus, "tpus": tpus, "mixed": mixed, "autoscaler": autoscaler}[scenario](where))
+    )

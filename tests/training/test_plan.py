@@ -5,7 +5,7 @@ import pytest
 from raygpt.engines.base import Devices
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
-from raygpt.training.plan import make_plan, size, split_batch
+from raygpt.training.plan import in_steps, make_plan, size, split_batch
 
 GIB = 2**30
 STATE = 20 * 124_439_808  # bytes: parameters, AdamW's two averages and twice the gradients in fp32
@@ -35,6 +35,33 @@ def test_gpt2s_numbers_are_the_published_ones():
     assert (numbers.rows, numbers.context, numbers.batch_tokens) == (32, 1024, 32_768)
     assert numbers.tokens == 32_768_000
     assert numbers.epochs == pytest.approx(3.640889, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("windows", "epochs", "steps", "epoch"),
+    [
+        (320, 5, 50, 10),  # 32 rows a batch
+        (321, 5, 55, 11),  # the batch that ends an epoch begins the next
+        (320, 0.25, 3, 10),
+        (5, 3, 3, 1),
+    ],
+)
+def test_an_epoch_is_the_steps_that_see_every_window(windows, epochs, steps, epoch):
+    training = {"training.epochs": epochs, "training.steps": None, "training.eval_every": "epoch"}
+    known = in_steps(gpt2(**training, **{"training.checkpoint_every": 7}), windows)
+    assert (known.steps, known.training.eval_every, known.training.checkpoint_every) == (steps, epoch, 7)
+    assert known.model == gpt2().model
+
+
+def test_a_recipe_in_steps_stays_as_it_is():
+    assert in_steps(gpt2(), 320) == gpt2()
+
+
+def test_a_warm_up_that_turns_out_longer_than_the_epochs_is_refused():
+    changes = {"training.epochs": 1, "training.steps": None, "schedule.warmup_steps": 20}
+    with pytest.raises(RaygptError) as caught:
+        in_steps(gpt2(**changes), 320)
+    assert str(caught.value) == "schedule.warmup_steps: 20 is more than training.steps 10; write 10 or less"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import raygpt
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.training import checkpoints
+from raygpt.training.hold import held
 
 SMALL = {
     "model": {"layers": 1, "heads": 2, "width": 16, "context": 16, "dropout": 0.1},
@@ -138,6 +139,12 @@ def test_what_is_not_built_yet_is_refused_before_anything_starts(change, complai
         raygpt.train("tiny", **change)
 
 
+def test_a_run_that_is_driven_already_is_refused_with_the_holders_name(train, straight):
+    with held(straight.path), pytest.raises(RaygptError, match="is being trained by .* set run.name"):
+        train("straight", 30)
+    assert checkpoints.newest(straight.path)[0].step == 20
+
+
 def test_more_workers_than_the_cluster_holds_are_refused_within_seconds(train):
     started = time.monotonic()
     with pytest.raises(RaygptError, match=r"5 × 1 CPU do not fit: .* room for 4 \(1 node, 4 CPU\); write .*workers: 4"):
@@ -193,6 +200,23 @@ def test_a_run_of_one_engine_goes_on_in_the_other(train, straight):
     got = {line["step"]: line["loss"] for run in (fork, back) for line in metrics(run) if "loss" in line}
     assert list(got) == list(range(11, 21))
     np.testing.assert_allclose([got[step] for step in got], [expected[step] for step in got], rtol=1e-4)
+
+
+def test_epochs_are_steps_once_the_corpus_is_known_and_stay_epochs_in_the_run(train):
+    length = {"training.epochs": 0.1, "training.eval_every": "epoch"}
+    result = train("epochs", None, **length)
+    written = load_recipe(f"{result.path}/recipe.yaml").training
+    assert (written.steps, written.epochs, written.eval_every) == (None, 0.1, "epoch")
+    windows = json.loads(next(Path(result.path).parent.glob("stores/*/index.json")).read_text())["train"]
+    epoch = -(-((sum(extent["tokens"] for extent in windows) - 1) // 16) // 5)
+    steps = -(-epoch // 10)
+    assert result.metrics["step"] == steps
+    assert [line["step"] for line in metrics(result) if "val_loss" in line] == [0, steps]
+    assert train("epochs", None, **length) == result  # finished
+    with pytest.raises(RaygptError, match=r"training\.epochs: 0\.1 → 0\.05"):
+        train("epochs", None, **{**length, "training.epochs": 0.05})
+    with pytest.raises(RaygptError, match=r"training\.steps: None → 90, training\.epochs: 0\.1 → None"):
+        train("epochs", 90)
 
 
 def test_what_libraries_say_is_in_the_runs_logs(straight):

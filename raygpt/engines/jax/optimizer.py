@@ -26,7 +26,7 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 def learning_rate(recipe: Recipe) -> optax.Schedule:
     """The rate of step n. Warm-up rises to the full rate at step `warmup_steps`; no step has a rate of zero."""
-    peak, plan, steps = recipe.optimizer.learning_rate, recipe.schedule, recipe.training.steps
+    peak, plan, steps = recipe.optimizer.learning_rate, recipe.schedule, recipe.steps
     rest = max(1, steps - plan.warmup_steps)
     falling = max(1, round(plan.decay_share * steps))
     after = {

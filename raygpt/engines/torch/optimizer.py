@@ -48,7 +48,7 @@ def update(optimizer: torch.optim.AdamW, rate: float, divisor: Tensor, left_out:
 
 def learning_rate(recipe: Recipe) -> Callable[[int], float]:
     """The rate of step n. Warm-up rises to the full rate at step `warmup_steps`; no step has a rate of zero."""
-    peak, plan, steps = recipe.optimizer.learning_rate, recipe.schedule, recipe.training.steps
+    peak, plan, steps = recipe.optimizer.learning_rate, recipe.schedule, recipe.steps
     rest = max(1, steps - plan.warmup_steps)
     falling = max(1, round(plan.decay_share * steps))
     shares: dict[str, Callable[[float], float]] = {  # of the way down, from 1 to 0, n steps after the warm-up
