@@ -55,6 +55,7 @@ class Prepared:
     """A run that is ready to start."""
 
     recipe: Recipe  # with every length in steps
+    asked: Recipe  # as it was written: epochs stay epochs
     corpus: Mixture
     plan: Plan
     feed: Feed
@@ -67,7 +68,7 @@ class Prepared:
 
 
 def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: bool = False) -> Prepared:
-    """Prepare the corpus, or begin to; work out every number; write recipe and tokenizer into the run directory."""
+    """Prepare the corpus, or begin to; work out every number; refuse what cannot be."""
     home = storage.absolute(recipe.run.storage)
     folder = storage.join(home, str(recipe.run.name))
     _refuse_what_is_missing(recipe)
@@ -90,9 +91,7 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
     except BaseException:
         corpus.close()
         raise
-    storage.write_bytes(storage.join(folder, resume.RECIPE), recipe.to_yaml().encode())
-    tokenizers.save(corpus.tokenizer, folder)
-    return Prepared(known, corpus, plan, feed, after, start_from)
+    return Prepared(known, recipe, corpus, plan, feed, after, start_from)
 
 
 def _open_corpus(recipe: Recipe, stores: str, watch: Watch) -> Mixture:
@@ -135,6 +134,8 @@ def train(run: Prepared, watch: Callable[[Event], None] = lambda event: None) ->
         run.corpus.close()
         return Result(folder, last, checkpoints.folder_of(folder, run.after))
     with on_cluster(run.recipe), contextlib.closing(run.corpus), held(folder):
+        storage.write_bytes(storage.join(folder, resume.RECIPE), run.asked.to_yaml().encode())
+        tokenizers.save(run.corpus.tokenizer, folder)
         task = Task(run.recipe, run.feed, tuple(store.val for store in run.corpus.stores), folder, run.start_from)
 
         def see(event: Event) -> None:

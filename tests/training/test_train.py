@@ -140,7 +140,7 @@ def test_what_is_not_built_yet_is_refused_before_anything_starts(change, complai
 
 
 def test_a_run_that_is_driven_already_is_refused_with_the_holders_name(train, straight):
-    with held(straight.path), pytest.raises(RaygptError, match="is being trained by .* set run.name"):
+    with held(straight.path), pytest.raises(RaygptError, match=r"is being trained by .* set run\.name"):
         train("straight", 30)
     assert checkpoints.newest(straight.path)[0].step == 20
 
