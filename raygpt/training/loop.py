@@ -147,8 +147,12 @@ class Loop:
         self._session.emit({"event": "checkpoint", "step": step, "folder": folder})
 
     def _check(self, step: int, metrics: dict[str, float]) -> None:
-        """Loss and gradient are numbers, or the run ends here, with the checkpoints that it has."""
-        if self._training.on_nan == "skip" or all(map(math.isfinite, (metrics["loss"], metrics["grad_norm"]))):
+        """Loss and gradient are numbers, or the run ends here, with the checkpoints that it has.
+
+        In fp16 a gradient may overflow: such a step was left out, and changed nothing.
+        """
+        is_sound = math.isfinite(metrics["grad_norm"]) or metrics["skipped"]
+        if self._training.on_nan == "skip" or (math.isfinite(metrics["loss"]) and is_sound):
             return
         raise RaygptError(
             f"the loss is not a number any more at step {step} (loss {metrics['loss']}, gradient norm "

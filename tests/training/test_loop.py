@@ -1,5 +1,6 @@
 """The loop in this process: what it tells, what it trains on, and that nothing is lost between its threads."""
 
+import contextlib
 import threading
 import time
 from dataclasses import replace
@@ -301,6 +302,18 @@ def test_a_bad_step_that_is_not_logged_is_found_before_its_checkpoint_counts(mak
     with pytest.raises(RaygptError, match="at step 5 "):
         run(task, FakeEngine(losses={5: float("nan")}))
     assert checkpoints.newest(task.run_folder)[0] is None
+
+
+@pytest.mark.parametrize(("skipped", "ends"), [(0.0, True), (1.0, False)])
+def test_a_gradient_that_overflows_ends_the_run_unless_its_step_was_left_out_as_in_fp16(make_task, skipped, ends):
+    class Overflowing(FakeEngine):
+        def read(self, metrics):
+            said = super().read(metrics)
+            return {**said, "grad_norm": float("inf"), "skipped": skipped} if metrics == 6 else said
+
+    expected = pytest.raises(RaygptError, match="at step 6 ") if ends else contextlib.nullcontext()
+    with expected:
+        run(make_task(), Overflowing())
 
 
 def test_bad_steps_that_the_engine_leaves_out_do_not_end_the_run(make_task):
