@@ -9,6 +9,7 @@ transformers = pytest.importorskip("transformers")
 
 import jax.numpy as jnp  # noqa: E402
 from flax import nnx  # noqa: E402
+from reference import hugging_face  # noqa: E402
 
 from raygpt.config import Model  # noqa: E402
 from raygpt.engines.jax.attention import xla  # noqa: E402
@@ -21,29 +22,6 @@ SHAPES = [  # layers, heads, width, context, vocab
     (2, 4, 64, 32, 100),
     (3, 2, 48, 17, 257),
 ]
-
-
-def hugging_face(layers, heads, width, context, vocab, tied):
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=vocab,
-        n_positions=context,
-        n_embd=width,
-        n_layer=layers,
-        n_head=heads,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        resid_pdrop=0.0,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        initializer_range=0.2,  # large weights: a wrong place shows
-    )
-    reference = transformers.GPT2LMHeadModel(config)
-    with torch.no_grad():
-        for parameter in reference.parameters():  # biases and norms too, which begin at 0 and 1
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return reference
 
 
 def ours(reference, layers, heads, width, context, vocab, tied):

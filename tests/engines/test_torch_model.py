@@ -6,6 +6,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the extra torch")
 transformers = pytest.importorskip("transformers")
 
+from reference import hugging_face  # noqa: E402
+
 from raygpt.config import Model, Recipe, Training  # noqa: E402
 from raygpt.engines.torch.huggingface import HuggingFaceGPT  # noqa: E402
 from raygpt.engines.torch.initial import initial  # noqa: E402
@@ -18,29 +20,6 @@ SHAPES = [  # layers, heads, width, context, vocab
     (3, 2, 48, 17, 257),
 ]
 IMPLEMENTATIONS = [GPT, HuggingFaceGPT]
-
-
-def hugging_face(layers, heads, width, context, vocab, tied):
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=vocab,
-        n_positions=context,
-        n_embd=width,
-        n_layer=layers,
-        n_head=heads,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        resid_pdrop=0.0,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        initializer_range=0.2,  # large weights: a wrong place shows
-    )
-    reference = transformers.GPT2LMHeadModel(config)
-    with torch.no_grad():
-        for parameter in reference.parameters():  # biases and norms too, which begin at 0 and 1
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return reference
 
 
 def ours(implementation, reference, layers, heads, width, context, vocab, tied):
