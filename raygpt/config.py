@@ -580,13 +580,18 @@ class Recipe(Part):
         return self
 
     @model_validator(mode="after")
-    def _engine_has_the_axis(self) -> Self:
+    def _engine_can_use_the_cluster(self) -> Self:
+        if self.engine != "torch":
+            return self
         context = self.cluster.mesh.context
-        if self.engine == "torch" and context != 1:
+        if context != 1:
             raise ValueError(
                 f"cluster.mesh.context: {context} is not for engine torch; write cluster.mesh.tensor instead, "
                 "or engine: jax"
             )
+        if self.cluster.accelerator == "tpu" or self.cluster.topology:
+            key = "accelerator: tpu" if self.cluster.accelerator == "tpu" else f"topology: {self.cluster.topology}"
+            raise ValueError(f"cluster.{key} is not for engine torch, which knows no TPU; write engine: jax")
         return self
 
     @model_validator(mode="after")
