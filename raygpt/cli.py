@@ -65,10 +65,24 @@ def train(
             console.show_plan(run)
             with console.training(run.plan.steps) as watch:
                 result = launch.train(run, watch)
-            if not result.error:
+            if result.stopped is not None:
+                console.show_stopped(result)
+            elif not result.error:
                 console.show_result(result, watch.events)
     if result.error:
         raise result.error
+    if result.stopped is not None:
+        raise typer.Exit(130)  # as after any Ctrl-C: it is not finished
+
+
+@app.command()
+def stop(run: Annotated[str, typer.Argument(help="The directory of a run that is being trained.")]) -> None:
+    """Ask a run to save and stop, from anywhere that sees its directory."""
+    from raygpt import storage
+    from raygpt.training.stopping import ask_to_stop
+
+    holder = ask_to_stop(storage.absolute(run))
+    print(f"asked {holder} to stop; it saves after its next logged step")
 
 
 @app.command()

@@ -8,7 +8,7 @@ from raygpt.engines.base import Weights
 
 
 def engine_of(name: str) -> Any:
-    """The module of an engine: `set_up` for its process, `find_devices` for a recipe, and its `Engine`."""
+    """The module of an engine: `set_up` of a process, `find_devices` for a recipe, and its `Engine`."""
     return import_module(f"raygpt.engines.{name}.engine")
 
 

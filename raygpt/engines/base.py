@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 Windows = NDArray[np.int32]  # [rows, context + 1]
 Numbers = NDArray[np.floating[Any]]
 Arrays = Mapping[str, NDArray[Any]]
+SPIKE_STEPS = 50  # before which nothing is called a spike: too little is known of what is usual
+SPIKE_MEMORY = 100  # steps that the usual loss and gradient norm look back
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Engine(Protocol):
         ...
 
     def save(self, state: Any, folder: str) -> None:
-        """Begin to write a state into a folder; training goes on meanwhile."""
+        """Begin to write this process's part of a state into a folder of its own; training goes on meanwhile."""
         ...
 
     def wait_for_save(self) -> None:
@@ -63,7 +65,7 @@ class Engine(Protocol):
         ...
 
     def restore(self, folder: str) -> Any:
-        """The state that was saved in a folder, by any number of processes on any mesh."""
+        """The state whose parts are together in a folder, saved by any number of processes on any mesh."""
         ...
 
     def gather(self, state: Any) -> Weights:
@@ -83,7 +85,7 @@ class Engine(Protocol):
         ...
 
     def read(self, metrics: Any) -> dict[str, float]:
-        """Wait for a step's metrics: loss, grad_norm, lr, and how many steps were skipped so far."""
+        """Wait for a step's metrics: loss, grad_norm, lr, and how many steps were skipped, and were spikes, so far."""
         ...
 
     def score(self, state: Any, windows: Windows) -> Numbers:
