@@ -23,6 +23,7 @@ from ray.cluster_utils import Cluster
 
 from raygpt.recipes import load_recipe
 from raygpt.training import launch, scaling
+from raygpt.training.stopping import ask_to_stop
 
 STEPS_EACH = 15  # with every number of workers
 NOTICE_S = 20
@@ -133,10 +134,9 @@ def main(engine, precision, folder, *sizes):
             wait_for_workers(size, len(seen))
             seen = workers()
             wait_for_steps(len(steps()) + STEPS_EACH)
-        from raygpt.training.stopping import ask_to_stop
-
-        ask_to_stop(run.plan.run_folder)
-        thread.join(120)
+        if thread.is_alive():
+            ask_to_stop(run.plan.run_folder)
+            thread.join(120)
         result = results[0]
         if result.error:
             raise result.error
