@@ -93,6 +93,18 @@ def _local_sizes(folder: str) -> dict[str, int]:
     return found
 
 
+def folders(folder: str) -> list[str]:
+    """Names of the folders directly in a folder, sorted; none where there is no such folder."""
+    if not is_remote(folder):
+        return sorted(path.name for path in Path(folder).iterdir() if path.is_dir()) if Path(folder).is_dir() else []
+    from pyarrow import fs
+
+    system, path = filesystem(folder)
+    with _reached(folder):
+        found = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    return sorted(info.base_name for info in found if info.type == fs.FileType.Directory)
+
+
 def open_read(uri: str) -> BinaryIO:
     """A stream of the file's bytes."""
     if not is_remote(uri):
