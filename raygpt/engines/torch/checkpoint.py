@@ -111,18 +111,24 @@ class Reader:
         return torch.cat(found) if found else torch.empty(0)  # a process may have no share of a small tensor
 
 
+def read_parameters(folder: str, model: Model, vocab: int) -> dict[str, Any]:
+    """The parameters in a checkpoint under Hugging Face's names; AdamW's averages are not read."""
+    return _arrays(Reader(folder), PARAMETERS, vocab)
+
+
 def read_weights(folder: str, model: Model, vocab: int) -> Weights:
     """A checkpoint on the host, as both engines and the outside world understand it."""
     reader = Reader(folder)
+    parameters, means, squares = (_arrays(reader, kind, vocab) for kind in (PARAMETERS, MEANS, SQUARES))
+    return Weights(parameters, means, squares, reader.index["step"])
 
-    def arrays(kind: str) -> dict[str, Any]:
-        whole = {name: reader.rows(f"{kind}/{name}") for name in reader.names(kind)}
-        return {
-            hugging_face_name(name): to_hugging_face(name, tensor, vocab).contiguous().numpy()
-            for name, tensor in whole.items()
-        }
 
-    return Weights(arrays(PARAMETERS), arrays(MEANS), arrays(SQUARES), reader.index["step"])
+def _arrays(reader: Reader, kind: str, vocab: int) -> dict[str, Any]:
+    whole = {name: reader.rows(f"{kind}/{name}") for name in reader.names(kind)}
+    return {
+        hugging_face_name(name): to_hugging_face(name, tensor, vocab).contiguous().numpy()
+        for name, tensor in whole.items()
+    }
 
 
 def _file(share: int) -> str:
