@@ -86,7 +86,8 @@ def _is_same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
 
 def _vocab(saved: dict[str, Any]) -> dict[str, int]:
     """Pieces of text; GPT-2's file on the Hub has end-of-text among them."""
-    vocab = (saved.get("model") or {}).get("vocab")
+    model = saved.get("model") if isinstance(saved, dict) else None
+    vocab = model.get("vocab") if isinstance(model, dict) else None
     pieces = vocab.items() if isinstance(vocab, dict) else ()
     return {piece: number for piece, number in pieces if piece != END_OF_TEXT}
 
