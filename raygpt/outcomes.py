@@ -41,10 +41,12 @@ def show_imported(run: OpenRun) -> None:
     sizes = " ".join(f"model.{key}" for key in ([f"preset={model.preset}", keys[-1]] if model.preset else keys))
     sizes += "" if model.tied_head else " model.tied_head=false"
     batch = max(1, 4096 // model.context) * model.context
+    where = folder if "/" in folder else f"./{folder}"  # a bare name would be looked for in run.storage
+    tokenizer = "gpt2" if run.recipe.data.tokenizer == "gpt2" else where
     out.print(f"  {program()} generate {folder} --prompt 'Once'", soft_wrap=True)
     out.print(
-        f"  {program()} train tiny run.name=further run.start_from={escape(run.folder)} {sizes} "
-        f"data.tokenizer={escape(run.recipe.data.tokenizer)} data.source=YOUR.txt training.batch_tokens={batch}",
+        f"  {program()} train tiny run.name=further run.start_from={where} {sizes} "
+        f"data.tokenizer={tokenizer} data.source=YOUR.txt training.batch_tokens={batch}",
         soft_wrap=True,
     )
 
