@@ -200,9 +200,9 @@ def show_result(result: "Result", events: Sequence["Event"]) -> None:
         out.print(f"\nvalidation loss {losses[0]:.4f} at the start, {losses[-1]:.4f} at the end ({_fall(losses)})")
     out.print(f"run directory   {escape(folder)}\n\nTry next:", soft_wrap=True)
     for words in (
-        "recipes show tiny",
+        f"generate {folder}",
+        f"eval {folder}",
         "train tiny data.source=README.md data.tokenizer=bytes training.steps=20 run.name=readme",
-        "doctor",
     ):
         out.print(f"  {_program()} {escape(words)}", soft_wrap=True)
 

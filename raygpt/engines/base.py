@@ -103,3 +103,39 @@ class Engine(Protocol):
     def describe(self) -> dict[str, str]:
         """Device, number of devices, precision and kernels in use, for people."""
         ...
+
+
+class Reader(Protocol):
+    """A trained model that is only read: it scores and writes, in this process, on one device, without an optimizer."""
+
+    context: int
+    vocab: int
+
+    def load(self, parameters: Arrays) -> Any:
+        """The parameters, under Hugging Face's names, on the device."""
+        ...
+
+    def prefill(self, state: Any, ids: NDArray[np.int32]) -> tuple[Numbers, Any]:
+        """Read prompts [rows, time]: logits [rows, vocabulary] of what follows, and a cache."""
+        ...
+
+    def decode(self, state: Any, ids: NDArray[np.int32], start: int, cache: Any) -> tuple[Numbers, Any]:
+        """The same for one id a row, [rows, 1], that follows `start` earlier ones."""
+        ...
+
+    def grade(self, state: Any, windows: Windows) -> tuple[Numbers, NDArray[np.bool_]]:
+        """Of windows [rows, time + 1] every token's log-probability after those before it, and whether it is the
+        likeliest: both [rows, time]."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """Device and precision, for people."""
+        ...
+
+
+SHORTEST = 128  # of the lengths that a model is compiled for
+
+
+def bucket(length: int, longest: int) -> int:
+    """The length to compile for: a power of two, so that texts of all lengths share a few programs."""
+    return min(max(SHORTEST, 1 << (length - 1).bit_length()), longest)

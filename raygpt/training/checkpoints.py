@@ -128,9 +128,12 @@ def _fetched(folder: str) -> Path:
         if not (copy / MARKER).is_file():
             for other in storage.folders(str(copies)):
                 shutil.rmtree(copies / other, ignore_errors=True)
+            expected = json.loads(marker)["files"]
             with ThreadPoolExecutor(8) as threads:
-                names = list(json.loads(marker)["files"])
-                list(threads.map(lambda name: storage.download(storage.join(folder, name), copy / name), names))
+                list(threads.map(lambda name: storage.download(storage.join(folder, name), copy / name), expected))
+            damage = _altered(copy, expected)
+            if damage:
+                raise RaygptError(f"{folder} is damaged ({damage}); name another step")
             storage.write_bytes(str(copy / MARKER), marker)
     return copy
 
@@ -212,8 +215,20 @@ def _damage(folder: str) -> str | None:
             return f"{name} is missing"
         if there[name] != size:
             return f"{name} was altered"
-    here = _fetched(folder) if storage.is_remote(folder) else Path(folder)
-    return next((f"{name} was altered" for name, (_, sum_) in expected.items() if _checksum(here / name) != sum_), None)
+    if not storage.is_remote(folder):
+        return _altered(Path(folder), expected)
+    try:
+        _fetched(folder)
+    except RaygptError as error:
+        return str(error)
+    return None
+
+
+def _altered(folder: Path, expected: dict[str, Any]) -> str | None:
+    """Which file of a folder is not what its checksum says, if any."""
+    return next(
+        (f"{name} was altered" for name, (_, sum_) in expected.items() if _checksum(folder / name) != sum_), None
+    )
 
 
 def _checksum(path: Path) -> str:

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import ray
-from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure
 from ray.train.v2._internal.execution.scaling_policy import (
@@ -55,6 +55,8 @@ class Recovery(DefaultFailurePolicy):
         if isinstance(cause, RaygptError):
             return FailureDecision.RAISE
         decision = super().make_decision(training_failed_error)
+        if isinstance(getattr(training_failed_error, "controller_failure", None), WorkerGroupStartupTimeoutError):
+            return decision  # nodes that are gone are still counted on for a while, and new ones take theirs to come
         if _is_preemption_failure(training_failed_error):
             self._say("a node was taken away", "")
             return decision
@@ -65,8 +67,10 @@ class Recovery(DefaultFailurePolicy):
             text = f"the same fault came {REPEATED} times after step {step}, so that it is no accident: {what}"
             self._mailbox.put.remote({"event": "verdict", "text": f"{text}. The workers' logs say more"})
             return FailureDecision.RAISE
+        limit = self.failure_config.max_failures
+        if len(self._steps) > limit:  # Ray itself would try to start workers for ever
+            return FailureDecision.RAISE
         if decision == FailureDecision.RETRY:
-            limit = self.failure_config.max_failures
             self._say(f"{what} after step {step}", f" (fault {len(self._steps)} of at most {limit})")
         return decision
 

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 
 from raygpt.config import Model
 from raygpt.engines.base import Weights
-from raygpt.engines.jax.names import to_weights
+from raygpt.engines.jax.names import to_hugging_face, to_weights
 from raygpt.engines.jax.sharding import shape_at
 
 
@@ -49,6 +49,17 @@ class Saver:
 def restore(folder: str, shapes: Any, shardings: Any) -> Any:
     """The state in a folder, each array laid out as its sharding says."""
     return ocp.StandardCheckpointer().restore(folder, jax.tree.map(shape_at, shapes, shardings))
+
+
+def read_parameters(folder: str, model: Model, vocab: int) -> dict[str, Any]:
+    """The parameters in a checkpoint under Hugging Face's names; AdamW's averages are not read."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
+        saved = orbax.metadata(folder).item_metadata.tree["parameters"]
+        as_arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
+        wanted = ocp.args.PyTreeRestore(
+            {"parameters": saved}, restore_args={"parameters": as_arrays}, partial_restore=True
+        )
+        return to_hugging_face(orbax.restore(folder, wanted)["parameters"], model, vocab)
 
 
 def read_weights(folder: str, model: Model, vocab: int) -> Weights:
