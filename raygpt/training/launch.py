@@ -75,6 +75,8 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
     home = storage.absolute(recipe.run.storage)
     folder = storage.join(home, str(recipe.run.name))
     _refuse_what_is_missing(recipe)
+    if ray.is_initialized():
+        ensure_shared(folder)
     after = resume.check(folder, recipe, force)
     corpus = _open_corpus(recipe, storage.join(home, STORES), watch)
     try:
@@ -167,7 +169,6 @@ def fit(
     if workers.is_elastic:  # Ray waits a minute for nodes that are gone; it is for them to come, not for code to start
         os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
     ensure_room(workers, lambda text: watch({"event": "waiting", "text": text}))
-    ensure_shared(workers, run_folder)
     home, _, name = run_folder.rpartition("/")
     filesystem, path = storage.filesystem(home) if storage.is_remote(home) else (None, home)
     engine = recipe.engine if recipe else "jax"

@@ -90,14 +90,10 @@ class Workers:
         """How many of these workers the cluster's nodes could hold, were nothing else running."""
         if self.cluster.topology:
             return self._slice[0] * get_num_tpu_slices(self.cluster.topology, str(self.cluster.accelerator_type))
-        return sum(map(self.fit_on, _nodes()))
-
-    def fit_on(self, node: Resources) -> int:
-        """How many of these workers a node with such resources could hold."""
         wanted = dict(self.resources)
         if self.cluster.accelerator_type:
             wanted[f"accelerator_type:{self.cluster.accelerator_type}"] = 0.001  # as Ray marks such a node
-        return min(math.floor(node.get(name, 0) / each) for name, each in wanted.items())
+        return sum(min(math.floor(node.get(name, 0) / each) for name, each in wanted.items()) for node in _nodes())
 
     def spare_cpus(self) -> float:
         """CPUs of the cluster that the workers leave to Ray Data."""
@@ -133,10 +129,11 @@ def ensure_room(workers: Workers, say: Callable[[str], None]) -> None:
     raise RaygptError(f"cluster.workers: {workers} do not fit: the cluster has room for {room} ({_has()}); {remedy}")
 
 
-def ensure_shared(workers: Workers, run_folder: str) -> None:
-    """Refuse a storage that the nodes do not share: each that could hold a worker reads back what is written here."""
+def ensure_shared(run_folder: str) -> None:
+    """Refuse a storage that the nodes do not share: each has to find what is written here. Names say nothing: NFS looks
+    like any folder."""
     here = ray.get_runtime_context().get_node_id()
-    others = [node for node in _alive() if node["NodeID"] != here and workers.fit_on(node["Resources"])]
+    others = [node for node in _alive() if node["NodeID"] != here]
     if not others:
         return
     uri = storage.join(run_folder, f"shared-{uuid.uuid4().hex[:8]}")
