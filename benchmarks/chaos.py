@@ -12,6 +12,7 @@ import tempfile
 from dataclasses import asdict
 
 import record
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -27,8 +28,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1, help="of the kills")
     parser.add_argument("--name", help="of the results file; none is written without it")
-    arguments = parser.parse_args()
-    words = dict(word.split("=", 1) for word in arguments.overrides)
+    arguments = parser.parse_intermixed_args()
+    words = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in arguments.overrides)}
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     with tempfile.TemporaryDirectory() as home, launch.on_cluster(recipe):
         result = chaos(arguments.recipe, kills=arguments.kills, seed=arguments.seed, home=home, **words)

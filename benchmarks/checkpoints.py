@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--name", help="of the results file; none is written without it")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     steps = load_recipe(arguments.recipe, arguments.overrides).steps
     speeds: dict[str, list[float]] = {"with": [], "without": []}
     during, outside, saves = [], [], []
