@@ -41,6 +41,7 @@ def check(result, precision, sizes):
     np.testing.assert_allclose(ours, theirs, rtol=TOLERANCES[precision])
 
 
+@pytest.mark.slow
 def test_a_run_shrinks_to_one_worker_and_grows_again(resize):
     check(resize("jax", "fp64", 2, 1, 2), "fp64", [2, 1, 2])
 
