@@ -359,7 +359,7 @@ class Mesh(Part):
     data: Whole = Field(-1, description="Copies of the model that share a batch.")
     fsdp: Whole = Field(1, description="Devices that share one copy's parameters, and the batch.")
     tensor: Whole = Field(1, description="Devices that share each matrix; must divide model.heads.")
-    context: Whole = Field(1, description="Devices that share each row; must divide model.context.")
+    context: Whole = Field(1, description="Devices that share each row; must divide model.context. Engine jax alone.")
 
     @model_validator(mode="before")
     @classmethod
@@ -565,6 +565,11 @@ class Recipe(Part):
             raise ValueError(f"model.implementation: huggingface is not for engine {self.engine}; write engine: torch")
         if self.model.implementation == "huggingface" and not self.model.bias:
             raise ValueError("model.bias: transformers' GPT-2 always has biases; write model.implementation: raygpt")
+        if self.model.implementation == "huggingface" and self.cluster.mesh.tensor != 1:
+            raise ValueError(
+                f"cluster.mesh.tensor: {self.cluster.mesh.tensor} is not for transformers' GPT-2; "
+                "write cluster.mesh.fsdp instead, or model.implementation: raygpt"
+            )
         return self
 
     @model_validator(mode="after")
@@ -572,6 +577,21 @@ class Recipe(Part):
         how = self.training.compile
         if how == {"jax": "off", "torch": "scanned"}[self.engine]:
             raise ValueError(f"training.compile: {how} is not for engine {self.engine}; write training.compile: auto")
+        return self
+
+    @model_validator(mode="after")
+    def _engine_can_use_the_cluster(self) -> Self:
+        if self.engine != "torch":
+            return self
+        context = self.cluster.mesh.context
+        if context != 1:
+            raise ValueError(
+                f"cluster.mesh.context: {context} is not for engine torch; write cluster.mesh.tensor instead, "
+                "or engine: jax"
+            )
+        if self.cluster.accelerator == "tpu" or self.cluster.topology:
+            key = "accelerator: tpu" if self.cluster.accelerator == "tpu" else f"topology: {self.cluster.topology}"
+            raise ValueError(f"cluster.{key} is not for engine torch, which knows no TPU; write engine: jax")
         return self
 
     @model_validator(mode="after")

@@ -458,6 +458,23 @@ BAD_COMBINATIONS = [
         {"cluster.mesh.context": 24},
         "cluster.mesh.context: 24 does not divide model.context 128; write 8",
     ),
+    (
+        {"engine": "torch", "cluster.mesh.context": 2},
+        "cluster.mesh.context: 2 is not for engine torch; write cluster.mesh.tensor instead, or engine: jax",
+    ),
+    (
+        {"engine": "torch", "model.implementation": "huggingface", "cluster.mesh.tensor": 2},
+        "cluster.mesh.tensor: 2 is not for transformers' GPT-2; "
+        "write cluster.mesh.fsdp instead, or model.implementation: raygpt",
+    ),
+    (
+        {"engine": "torch", "cluster.accelerator": "tpu"},
+        "cluster.accelerator: tpu is not for engine torch, which knows no TPU; write engine: jax",
+    ),
+    (
+        {"engine": "torch", "cluster.topology": "4x4", "cluster.accelerator_type": "TPU-V6E"},
+        "cluster.topology: 4x4 is not for engine torch, which knows no TPU; write engine: jax",
+    ),
 ]
 
 

@@ -436,10 +436,10 @@ def test_what_cannot_be_is_refused_in_one_line(monkeypatch):
         "write -1 for the axis that takes what is left, or change cluster.workers"
     )
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 6)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    assert refusal(lambda: make_engine(mesh={"tensor": 2})) == (
-        "cluster.mesh.tensor: 2 is not for engine torch; write cluster.mesh.fsdp instead, or engine: jax"
+    assert refusal(lambda: make_engine(mesh={"tensor": -1}, heads=4, width=16)) == (
+        "cluster.mesh.tensor: 6 processes are left for it, which do not divide model.heads 4; write 2"
     )
     assert refusal(lambda: recipe(engine="jax", implementation="huggingface")) == (
         "model.implementation: huggingface is not for engine jax; write engine: torch"

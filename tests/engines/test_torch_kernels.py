@@ -1,6 +1,8 @@
 """The Triton kernel of the loss against its plain twin: interpreted on a CPU where Triton is installed, or on a GPU."""
 
+import inspect
 import os
+import textwrap
 
 import pytest
 
@@ -8,6 +10,8 @@ torch = pytest.importorskip("torch", reason="needs the extra torch")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 triton = pytest.importorskip("triton", reason="needs Triton, which PyTorch for GPUs brings along")
+
+import triton.language as tl  # noqa: E402
 
 from raygpt.engines.torch import kernels  # noqa: E402
 
@@ -36,3 +40,8 @@ def test_loss_and_gradient_are_the_plain_ones(vocab, padded, dtype, losses_near,
     assert distance < gradient_near
     assert not gradient[:, vocab:].any()
     assert not gradient[3].any()  # a row of weight zero
+
+
+def test_pytorchs_compiler_can_define_the_kernel_from_its_text_alone():
+    text = textwrap.dedent(inspect.getsource(kernels._kernel.fn))
+    exec(text, {"triton": triton, "tl": tl})  # it does the same, in a file of its own

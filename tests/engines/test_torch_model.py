@@ -28,7 +28,7 @@ def ours(implementation, reference, layers, heads, width, context, vocab, tied):
     weights = reference.state_dict()
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
-            parameter.copy_(from_hugging_face(name, weights[hugging_face_name(name)], vocab))
+            parameter.copy_(from_hugging_face(name, weights[hugging_face_name(name)], vocab, heads))
     return gpt
 
 
@@ -38,7 +38,7 @@ def ours(implementation, reference, layers, heads, width, context, vocab, tied):
 def test_logits_loss_and_gradients_equal_hugging_faces(shape, tied, implementation):
     reference = hugging_face(*shape, tied)
     gpt = ours(implementation, reference, *shape, tied)
-    *_, context, vocab = shape
+    _, heads, _, context, vocab = shape
     windows = torch.from_numpy(np.random.default_rng(1).integers(0, vocab, (3, context + 1)))
     x, y = windows[:, :-1], windows[:, 1:]
     logits = reference(x).logits
@@ -54,7 +54,7 @@ def test_logits_loss_and_gradients_equal_hugging_faces(shape, tied, implementati
     assert {hugging_face_name(name) for name, _ in gpt.named_parameters()} == theirs.keys()
     for name, parameter in gpt.named_parameters():
         right = theirs[hugging_face_name(name)]
-        mine = to_hugging_face(name, parameter.grad, vocab)
+        mine = to_hugging_face(name, parameter.grad, vocab, heads)
         torch.testing.assert_close(mine, right, atol=1e-4 * max(1, float(right.abs().max())), rtol=1e-4, msg=name)
 
 
@@ -62,7 +62,7 @@ def test_names_lead_to_hugging_face_and_back():
     reference = hugging_face(2, 4, 64, 32, 100, tied=False)
     gpt = ours(GPT, reference, 2, 4, 64, 32, 100, tied=False)
     parameters = dict(gpt.named_parameters())
-    named = {hugging_face_name(name): to_hugging_face(name, value, 100) for name, value in parameters.items()}
+    named = {hugging_face_name(name): to_hugging_face(name, value, 100, 4) for name, value in parameters.items()}
     assert named.keys() == reference.state_dict().keys()
     for name, value in reference.state_dict().items():
         torch.testing.assert_close(named[name], value, rtol=0, atol=0)

@@ -35,7 +35,7 @@ def make_engine(mesh=None, accumulation=1, precision="fp64", compile="off", rema
         "model": sizes,
         "training": {
             "steps": STEPS,
-            "batch_tokens": ROWS * CONTEXT,
+            "batch_tokens": ROWS * sizes["context"],
             "on_nan": "skip",
             "compile": compile,
             "remat": remat,
@@ -163,11 +163,11 @@ def poisoned():
     return engine.read(metrics)["skipped"], float(state.numbers()["updates"])
 
 
-def compiled(mesh):
+def compiled(mesh, **sizes):
     """The first steps, the number of graphs and what cut them."""
     counters = torch._dynamo.utils.counters
     counters.clear()
-    engine = make_engine(mesh, compile="unrolled")
+    engine = make_engine(mesh, compile="unrolled", **sizes)
     with torch.compiler.set_stance(force_backend="aot_eager"):  # traced like any other; C++ takes half a minute more
         numbers, _ = train(engine, engine.start(), range(3))
     return numbers, counters["stats"]["unique_graphs"], dict(counters["graph_break"]), engine.describe()["compiled"]
@@ -269,7 +269,7 @@ def test_a_checkpoint_is_a_file_per_share_and_an_index(mesh, files, two, folder)
     names = sorted(path.name for path in (folder / mesh).iterdir())
     assert names == [*(f"share-{n:05d}.safetensors" for n in range(files)), "state.json"]
     index = json.loads((folder / mesh / "state.json").read_text())
-    assert index == {"shares": files, "step": HALF}
+    assert index == {"format": 2, "shares": files, "step": HALF}
 
 
 def test_nothing_in_a_checkpoint_is_pickled(two, folder, monkeypatch):
@@ -329,6 +329,10 @@ def test_what_goes_wrong_in_the_background_is_raised_when_waited_for(folder):
         engine.wait_for_save()
     with pytest.raises(RaygptError, match=r"is no checkpoint of engine torch: it has no state\.json"):
         engine.restore(str(folder / "nowhere"))
+    (folder / "old").mkdir()
+    (folder / "old" / "state.json").write_text('{"shares": 1, "step": 3}')
+    with pytest.raises(RaygptError, match=r"is a checkpoint of another version of raygpt; begin a new run: run\.name="):
+        engine.restore(str(folder / "old"))
 
 
 # In four

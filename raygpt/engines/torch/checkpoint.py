@@ -1,7 +1,7 @@
 """Saving and restoring the PyTorch engine's state: a file of safetensors per share, written in the background.
 
-Each file holds rows of every tensor (parameters, AdamW's averages) and says in its header where in the whole they
-begin; `state.json` says the rest. So any number of processes reads just the rows that it needs. Nothing is pickled.
+Each file holds a part of every tensor (parameters, AdamW's averages) and says in its header where in the whole it
+begins; `state.json` says the rest. So any number of processes reads just the parts that it needs. Nothing is pickled.
 """
 
 import json
@@ -23,13 +23,14 @@ from raygpt.engines.torch.state import MEANS, PARAMETERS, SQUARES
 from raygpt.errors import RaygptError
 
 INDEX = "state.json"
+FORMAT = 2  # of the tensors: in the first, queries, keys and values did not come head by head
 
 
 class Share(NamedTuple):
-    """Rows of a tensor, the first of which is number `first` of the whole."""
+    """A part of a tensor, and where it is in the whole."""
 
     tensor: Tensor
-    first: int
+    where: tuple[slice, ...]
 
 
 class Saver:
@@ -57,7 +58,7 @@ class Saver:
         """Begin to write this process's rows as file number `share`, and the index where this process has it."""
         self.wait()
         copied = self._copy({name: part.tensor for name, part in shares.items()})
-        places = {name: str(part.first) for name, part in shares.items()}
+        places = {name: " ".join(str(side.start) for side in part.where) for name, part in shares.items()}
 
         def write() -> None:
             try:
@@ -104,32 +105,49 @@ class Saver:
 
 
 class Reader:
-    """The tensors in a folder, by rows."""
+    """The tensors in a folder, whole or in part."""
 
     def __init__(self, folder: str):
         try:
             self.index = json.loads(storage.read_bytes(storage.join(folder, INDEX)))
         except FileNotFoundError:
             raise RaygptError(f"{folder} is no checkpoint of engine torch: it has no {INDEX}") from None
+        if self.index.get("format") != FORMAT:
+            raise RaygptError(f"{folder} is a checkpoint of another version of raygpt; begin a new run: run.name=NAME")
         files = [safe_open(Path(folder, _file(share)), "pt") for share in range(self.index["shares"])]
-        self._parts: dict[str, list[tuple[int, Any]]] = {}  # name -> (first row, slice of a file), in order
+        self._parts: dict[str, list[tuple[list[int], Any]]] = {}  # name -> (where it begins, slice of a file)
         for file in files:
-            for name, first in file.metadata().items():
-                self._parts.setdefault(name, []).append((int(first), file.get_slice(name)))
+            for name, place in file.metadata().items():
+                self._parts.setdefault(name, []).append(([int(first) for first in place.split()], file.get_slice(name)))
 
     def names(self, kind: str) -> list[str]:
         """Of all parameters that have a tensor of this kind."""
         return [name.removeprefix(f"{kind}/") for name in self._parts if name.startswith(f"{kind}/")]
 
-    def rows(self, name: str, first: int = 0, count: int | None = None) -> Tensor:
-        """`count` rows from `first` on, or all."""
-        found = []
-        for begin, part in self._parts[name]:
-            size = part.get_shape()[0]
-            low, high = max(first - begin, 0), size if count is None else min(first + count - begin, size)
-            if low < high:
-                found.append(part[low:high])
-        return torch.cat(found) if found else torch.empty(0)  # a process may have no share of a small tensor
+    def read(self, name: str, where: tuple[slice, ...] | None = None) -> Tensor:
+        """A part of a tensor, or all of it."""
+        wanted = where or tuple(slice(0, end) for end in self._shape(name))
+        result = torch.empty([side.stop - side.start for side in wanted])
+        for begins, part in self._parts[name]:
+            ends = [begin + size for begin, size in zip(begins, part.get_shape(), strict=True)]
+            lows = [max(side.start, begin) for side, begin in zip(wanted, begins, strict=True)]
+            highs = [min(side.stop, end) for side, end in zip(wanted, ends, strict=True)]
+            if any(low >= high for low, high in zip(lows, highs, strict=True)):
+                continue
+            piece = part[_slices(lows, highs, begins)]
+            result = result.to(piece.dtype)
+            result[_slices(lows, highs, [side.start for side in wanted])] = piece
+        return result  # empty where a process has no part of a small tensor
+
+    def _shape(self, name: str) -> list[int]:
+        """Of the whole, which ends where the last part does."""
+        ends = [[*map(sum, zip(begins, part.get_shape(), strict=True))] for begins, part in self._parts[name]]
+        return [max(sides) for sides in zip(*ends, strict=True)]
+
+
+def _slices(lows: list[int], highs: list[int], origin: list[int]) -> tuple[slice, ...]:
+    """From lows to highs, counted from an origin."""
+    return tuple(slice(low - zero, high - zero) for low, high, zero in zip(lows, highs, origin, strict=True))
 
 
 def read_weights(folder: str, model: Model, vocab: int) -> Weights:
@@ -137,9 +155,9 @@ def read_weights(folder: str, model: Model, vocab: int) -> Weights:
     reader = Reader(folder)
 
     def arrays(kind: str) -> dict[str, Any]:
-        whole = {name: reader.rows(f"{kind}/{name}") for name in reader.names(kind)}
+        whole = {name: reader.read(f"{kind}/{name}") for name in reader.names(kind)}
         return {
-            hugging_face_name(name): to_hugging_face(name, tensor, vocab).contiguous().numpy()
+            hugging_face_name(name): to_hugging_face(name, tensor, vocab, model.heads).contiguous().numpy()
             for name, tensor in whole.items()
         }
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from raygpt.cluster import cores, host_memory
 from raygpt.config import Recipe
 from raygpt.engines.base import Devices, Weights
-from raygpt.engines.torch.checkpoint import Reader, Saver, Share
+from raygpt.engines.torch.checkpoint import FORMAT, Reader, Saver, Share
 from raygpt.engines.torch.initial import initial
 from raygpt.engines.torch.loss import Objective
 from raygpt.engines.torch.memory import recompute
@@ -22,12 +22,13 @@ from raygpt.engines.torch.names import from_hugging_face, hugging_face_name, to_
 from raygpt.engines.torch.optimizer import make_optimizer
 from raygpt.engines.torch.sharding import (
     fill,
-    first_row,
+    is_owner,
     join_copies,
     local,
     make_mesh,
     process_count,
     share_out,
+    where,
     whole,
 )
 from raygpt.engines.torch.state import FIRST_SCALE, KINDS, MEANS, PARAMETERS, SQUARES, LossScale, State
@@ -79,7 +80,7 @@ class TorchEngine:
         self.recipe, self.vocab, self.accumulation = recipe, vocab, accumulation
         self.context = recipe.model.context
         self.device = torch.device(device) if device else choose_device()
-        self.mesh = make_mesh(recipe.cluster.mesh, self.device)
+        self.mesh = make_mesh(recipe, self.device)
         self.batch_rows = recipe.training.batch_tokens // recipe.model.context
         self.precision = precision or choose_precision(recipe.model.precision, self.device)
         self._dtype = DTYPES[self.precision]
@@ -93,7 +94,7 @@ class TorchEngine:
 
     def describe(self) -> dict[str, str]:
         """What computes, for people."""
-        axes = {"data": self.mesh.data, "fsdp": self.mesh.fsdp}
+        axes = {"data": self.mesh.data, "fsdp": self.mesh.fsdp, "tensor": self.mesh.tensor}
         cuda = self.device.type == "cuda"
         ours = self.recipe.model.implementation == "raygpt"
         return {
@@ -129,24 +130,26 @@ class TorchEngine:
         """All of a state as arrays of this host. Every process takes part and gets it."""
         arrays: dict[str, dict[str, NDArray[Any]]] = {kind: {} for kind in KINDS}
         for kind, name, tensor in state.tensors():
-            theirs = to_hugging_face(name, whole(tensor), self.vocab)
+            theirs = to_hugging_face(name, whole(tensor, self.mesh), self.vocab, self.recipe.model.heads)
             arrays[kind][hugging_face_name(name)] = theirs.cpu().contiguous().numpy().copy()
         return Weights(arrays[PARAMETERS], arrays[MEANS], arrays[SQUARES], state.step)
 
     def save(self, state: State, folder: str) -> None:
         """Begin to write the state into a folder, in the background."""
         if self.mesh.is_first_copy:
-            index = {"shares": self.mesh.fsdp, "step": state.step} if self.mesh.share == 0 else None
+            whole_run = {"format": FORMAT, "shares": self.mesh.shares, "step": state.step}
+            index = whole_run if self.mesh.share == 0 else None
             self._saver.save(self._shares(state), folder, self.mesh.share, index)
 
     def _shares(self, state: State) -> dict[str, Share]:
         """What this process writes down."""
         shares = {
-            f"{kind}/{name}": Share(local(tensor), first_row(tensor, self.mesh))
+            f"{kind}/{name}": Share(local(tensor), where(tensor, self.mesh))
             for kind, name, tensor in state.tensors()
+            if is_owner(tensor, self.mesh)
         }
         if self.mesh.share == 0:
-            shares |= {name: Share(number.view(1), 0) for name, number in state.numbers().items()}
+            shares |= {name: Share(number.view(1), (slice(0, 1),)) for name, number in state.numbers().items()}
         return shares
 
     def wait_for_save(self) -> None:
@@ -162,10 +165,9 @@ class TorchEngine:
         reader = Reader(folder)
         state = self._blank(reader.index["step"])
         for kind, name, tensor in state.tensors():
-            mine = local(tensor)
-            mine.copy_(reader.rows(f"{kind}/{name}", first_row(tensor, self.mesh), len(mine)))
+            local(tensor).copy_(reader.read(f"{kind}/{name}", where(tensor, self.mesh)))
         for name, number in state.numbers().items():
-            number.copy_(reader.rows(name)[0])
+            number.copy_(reader.read(name)[0])
         state.set_updates(state.numbers()["updates"])
         return self._joined(state)
 
@@ -178,7 +180,7 @@ class TorchEngine:
             recompute(block, self.recipe.training.remat)
         share_out(objective, self.mesh)
         objective.to_empty(device=self.device)
-        first = FIRST_SCALE * self.accumulation * self.mesh.size
+        first = FIRST_SCALE * self.accumulation * self.mesh.groups
         scale = LossScale(
             torch.tensor(first, dtype=self._param_dtype, device=self.device), torch.tensor(0, device=self.device)
         )
@@ -198,7 +200,7 @@ class TorchEngine:
         for filled, name, tensor in state.tensors():
             if filled == kind:
                 theirs = values(hugging_face_name(name)).to(self.device, self._param_dtype)
-                fill(tensor, from_hugging_face(name, theirs, self.vocab))
+                fill(tensor, from_hugging_face(name, theirs, self.vocab, self.recipe.model.heads), self.mesh)
 
     def _joined(self, state: State) -> State:
         """Ready to train, now that its parameters are set."""
@@ -214,14 +216,14 @@ class TorchEngine:
     @cached_property
     def _numbers(self) -> NDArray[np.int32]:
         """[accumulation, rows]: the rows of a batch that this process computes, some beyond it that only fill up."""
-        micro_rows = -(-self.batch_rows // (self.accumulation * self.mesh.size))
-        shape = (self.accumulation, self.mesh.size, micro_rows)
-        return np.arange(np.prod(shape), dtype=np.int32).reshape(shape)[:, self.mesh.rank]
+        micro_rows = -(-self.batch_rows // (self.accumulation * self.mesh.groups))
+        shape = (self.accumulation, self.mesh.groups, micro_rows)
+        return np.arange(np.prod(shape), dtype=np.int32).reshape(shape)[:, self.mesh.group]
 
     @property
     def micro_rows(self) -> int:
         """Rows that are computed at a time, over all processes."""
-        return self._numbers.shape[1] * self.mesh.size
+        return self._numbers.shape[1] * self.mesh.groups
 
     @cached_property
     def rows(self) -> list[int]:
@@ -263,15 +265,15 @@ class TorchEngine:
 
     def score(self, state: State, windows: NDArray[np.int32]) -> NDArray[np.floating[Any]]:
         """The loss of each window [rows, context + 1], a mean over its tokens; every process gives and gets all."""
-        padded = np.pad(windows, ((0, -len(windows) % self.mesh.size), (0, 0)))
-        mine = np.split(padded, self.mesh.size)[self.mesh.rank]
+        padded = np.pad(windows, ((0, -len(windows) % self.mesh.groups), (0, 0)))
+        mine = np.split(padded, self.mesh.groups)[self.mesh.group]
         # Not compiled: without gradients it would be another program, and a validation is over before that is made.
         with torch.compiler.set_stance("force_eager"):
             losses = score(state.objective, self._put(mine[:, :-1]), self._put(mine[:, 1:]), self._autocast)
         if self.mesh.size > 1:
             shares = [torch.empty_like(losses) for _ in range(self.mesh.size)]
             dist.all_gather(shares, losses)
-            losses = torch.cat(shares)
+            losses = torch.stack(shares).unflatten(0, (self.mesh.groups, -1)).sum(1).flatten()  # over parts of time
         return losses.cpu().numpy()[: len(windows)]
 
     # Sampling

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from raygpt.engines.torch.kernels import loss_and_gradient
 from raygpt.engines.torch.model import GPT, accurate
+from raygpt.engines.torch.tensor import gathered, own_time
 
 CHUNK_BYTES = 2**30  # of fp32 logits at a time
 ON_GPU = 4  # times as many: there they stay in 16 bits and are overwritten by their gradient
@@ -78,16 +80,23 @@ class Objective(nn.Module):
     def __init__(self, gpt: GPT, vocab: int):
         super().__init__()
         self.gpt, self.vocab = gpt, vocab
+        self.tensor: DeviceMesh | None = None  # the processes that share its matrices
         self._loss = cross_entropy
 
     def forward(self, inputs: Tensor, targets: Tensor, scale: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(sum over rows of scale · loss, loss of each row) of inputs and targets [rows, time]."""
-        return self._loss(self.gpt(inputs, keys), self.gpt.table, targets, scale, self.vocab)
+        """(sum over rows of scale · loss, loss of each row) of inputs and targets [rows, time].
+
+        Where processes share the matrices, each gives the part of its time; theirs sum up to the whole.
+        """
+        hidden = self.gpt(inputs, keys)
+        if self.tensor:
+            hidden, targets = own_time(hidden, self.tensor), own_time(targets, self.tensor)
+        return self._loss(hidden, gathered(self.gpt.table), targets, scale, self.vocab)
 
     def extend(self, ids: Tensor, start: int, cache: Any) -> Tensor:
         """Logits [rows, vocabulary] of what follows ids [rows, time], which follow `start` earlier ones."""
         hidden = self.gpt.extend(ids, start, cache)[:, -1]
-        return hidden @ self.gpt.table[: self.vocab].T.to(hidden.dtype)
+        return hidden @ gathered(self.gpt.table)[: self.vocab].T.to(hidden.dtype)
 
     def compile_parts(self) -> None:
         """Compile block by block, not the whole: gradients of late blocks travel while early ones are computed."""

@@ -58,7 +58,7 @@ class Block(nn.Module):
 
     def __init__(self, model: Model):
         super().__init__()
-        width, self.heads, self.rate = model.width, model.heads, model.dropout
+        width, self.head_dim, self.rate = model.width, model.width // model.heads, model.dropout
         self.norm1 = Norm(model)
         self.qkv = nn.Linear(width, 3 * width, bias=model.bias)
         self.out = nn.Linear(width, width, bias=model.bias)
@@ -69,10 +69,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, keys: Tensor | None = None, attention: Attention = causal) -> Tensor:
         """`keys` [2 sites, 2, rows] turn dropout on."""
         first, second = (None, None) if keys is None else keys
-        rows, time, width = x.shape
-        split = self.qkv(self.norm1(x)).view(rows, time, 3, self.heads, width // self.heads)
-        query, key, value = split.permute(2, 0, 3, 1, 4)  # each [rows, heads, time, head_dim]
-        mixed = attention(query, key, value).transpose(1, 2).reshape(rows, time, width)
+        # Head by head, so that a share of the rows of qkv's kernel is whole heads: those that this process computes.
+        split = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head_dim))
+        query, key, value = split.permute(3, 0, 2, 1, 4)  # each [rows, heads, time, head_dim]
+        mixed = attention(query, key, value).transpose(1, 2).flatten(2)
         x = x + dropout(self.out(mixed), first, self.rate)
         hidden = gelu(self.up(self.norm2(x)))  # [rows, time, 4·width]
         return x + dropout(self.down(hidden), second, self.rate)
@@ -84,6 +84,7 @@ class GPT(nn.Module):
     def __init__(self, model: Model, vocab: int, dtype: torch.dtype):
         super().__init__()
         self.model, self.dtype = model, dtype
+        self.heads = model.heads  # that this process computes
         self.tokens = nn.Embedding(padded_vocab(vocab), model.width)
         self.positions = nn.Embedding(model.context, model.width)
         self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
@@ -110,7 +111,7 @@ class GPT(nn.Module):
     def empty_cache(self, rows: int) -> Cache:
         """For prompts of so many rows."""
         model = self.model
-        shape = (model.layers, rows, model.heads, model.context, model.width // model.heads)
+        shape = (model.layers, rows, self.heads, model.context, model.width // model.heads)
         return Cache(*(torch.zeros(shape, dtype=self.dtype, device=self.table.device) for _ in range(2)))
 
     def extend(self, ids: Tensor, start: int, cache: Cache) -> Tensor:

@@ -13,16 +13,17 @@ from raygpt.config import Recipe
 def make_optimizer(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     """Fused: one kernel for all parameters, which also clips and leaves steps out (`update`)."""
     settings, parameters = recipe.optimizer, list(parameters)
-    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-    vectors = [parameter for parameter in parameters if parameter.ndim == 1]
-    vectors_decay = settings.weight_decay if settings.decay == "all" else 0.0
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": vectors_decay}]
+    groups: dict[Any, dict[str, Any]] = {}  # one kernel is for parameters that lie on the same devices
+    for parameter in parameters:
+        decays = parameter.ndim > 1 or settings.decay == "all"
+        group = groups.setdefault((decays, getattr(parameter, "device_mesh", None)), {"params": []})
+        group["params"].append(parameter)
+        group["weight_decay"] = settings.weight_decay if decays else 0.0
     optimizer = torch.optim.AdamW(
-        groups,
+        groups.values(),
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.epsilon,
-        weight_decay=settings.weight_decay,
         fused=True,
     )
     for parameter in parameters:  # PyTorch makes these in the first step; a state is whole before it

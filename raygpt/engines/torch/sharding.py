@@ -2,11 +2,13 @@
 
 Rows of a batch are shared out over data × fsdp. Along `data` every process has a copy (DDP), along `fsdp` each keeps
 rows of every parameter and gathers a block's when it is computed (FSDP); with both it is a copy per group of shares.
+Along `tensor` processes compute the same rows, each with a part of every matrix, of which `fsdp` then takes rows.
 """
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 import torch
@@ -14,41 +16,65 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from raygpt import config
+from raygpt.config import Recipe
 from raygpt.engines.torch.loss import Objective
+from raygpt.engines.torch.tensor import share_matrices
 from raygpt.errors import RaygptError
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Processes in data × fsdp, and the place of this one."""
+    """Processes in data × fsdp × tensor, and the place of this one."""
 
     data: int
     fsdp: int
+    tensor: int
     rank: int
     device: torch.device
 
     @property
     def size(self) -> int:
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def groups(self) -> int:
+        """Of processes with rows of their own."""
         return self.data * self.fsdp
 
     @property
+    def group(self) -> int:
+        """The one of this process."""
+        return self.rank // self.tensor
+
+    @property
+    def shares(self) -> int:
+        """Processes among which one copy of the parameters lies."""
+        return self.fsdp * self.tensor
+
+    @property
     def share(self) -> int:
-        """Which share of the parameters this process has, of `fsdp`."""
-        return self.rank % self.fsdp
+        """Which share this process has."""
+        return self.rank % self.shares
 
     @property
     def is_first_copy(self) -> bool:
         """Whether it is for this process to write its share down."""
-        return self.rank < self.fsdp
+        return self.rank < self.shares
+
+    @property
+    def places(self) -> dict[str, tuple[int, int]]:
+        """(place of this process, processes) along the axes that cut parameters, in the order in which they cut."""
+        return {"tensor": (self.rank % self.tensor, self.tensor), "fsdp": (self.group % self.fsdp, self.fsdp)}
 
     @cached_property
     def devices(self) -> DeviceMesh:
         """Made once: each making costs a group of processes."""
-        return init_device_mesh(self.device.type, (self.data, self.fsdp), mesh_dim_names=("data", "fsdp"))
+        return init_device_mesh(
+            self.device.type, (self.data, self.fsdp, self.tensor), mesh_dim_names=("data", "fsdp", "tensor")
+        )
 
 
 def process_count() -> int:
@@ -56,24 +82,28 @@ def process_count() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def make_mesh(mesh: config.Mesh, device: torch.device) -> Mesh:
+def make_mesh(recipe: Recipe, device: torch.device) -> Mesh:
     """The mesh of a recipe over the processes that joined."""
-    processes = process_count()
-    resolved = mesh.over(processes)
-    for axis in ("tensor", "context"):
-        if resolved[axis] > 1:
-            raise RaygptError(
-                f"cluster.mesh.{axis}: {resolved[axis]} is not for engine torch; write cluster.mesh.fsdp instead, "
-                "or engine: jax"
-            )
-    return Mesh(resolved["data"], resolved["fsdp"], dist.get_rank() if processes > 1 else 0, device)
+    processes, heads = process_count(), recipe.model.heads
+    sizes = recipe.cluster.mesh.over(processes)
+    if heads % sizes["tensor"]:  # it was -1: others are looked at when the recipe is read
+        raise RaygptError(
+            f"cluster.mesh.tensor: {sizes['tensor']} processes are left for it, which do not divide model.heads "
+            f"{heads}; write {gcd(sizes['tensor'], heads)}"
+        )
+    rank = dist.get_rank() if processes > 1 else 0
+    return Mesh(sizes["data"], sizes["fsdp"], sizes["tensor"], rank, device)
 
 
 def share_out(objective: Objective, mesh: Mesh) -> None:
-    """Cut every parameter into the shares of `fsdp`; what is on no device yet never is there whole."""
-    if mesh.fsdp == 1:
+    """Cut every parameter into the shares of `tensor` and `fsdp`; what is on no device yet never is there whole."""
+    if mesh.tensor > 1:
+        objective.tensor = mesh.devices["tensor"]
+        share_matrices(objective.gpt, objective.tensor)
+    if mesh.groups == 1 or mesh.shares == 1:
         return
-    devices = mesh.devices if mesh.data > 1 else mesh.devices["fsdp"]
+    # DDP knows no DTensor: copies of what `tensor` cut are FSDP's, of one share.
+    devices = mesh.devices["data", "fsdp"] if mesh.data > 1 else mesh.devices["fsdp"]
     for block in objective.gpt.blocks:
         fully_shard(block, mesh=devices)
     fully_shard(objective, mesh=devices)
@@ -82,7 +112,7 @@ def share_out(objective: Objective, mesh: Mesh) -> None:
 
 def join_copies(objective: Objective, mesh: Mesh) -> nn.Module:
     """What to call in training: copies of the model sum their gradients while the backward pass still runs."""
-    if mesh.fsdp > 1 or mesh.data == 1:
+    if mesh.shares > 1 or mesh.data == 1:
         return objective
     return DistributedDataParallel(objective, gradient_as_bucket_view=True)
 
@@ -100,23 +130,58 @@ def synchronised(module: nn.Module, last: bool) -> AbstractContextManager[Any]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's rows of a parameter, or of an average of its gradients."""
+    """This process's part of a parameter, or of an average of its gradients."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def first_row(tensor: Tensor, mesh: Mesh) -> int:
-    """Where those rows begin in the whole: all shares are of one size but the last ones."""
-    return min(len(tensor), mesh.share * -(-len(tensor) // mesh.fsdp)) if isinstance(tensor, DTensor) else 0
+def where(tensor: Tensor, mesh: Mesh) -> tuple[slice, ...]:
+    """Where that part is in the whole, by dimension."""
+    firsts, sizes = [0] * tensor.ndim, list(tensor.shape)
+    for axis, (place, processes) in mesh.places.items():
+        dimension = _cut(tensor, axis)
+        if dimension is not None:
+            size = -(-sizes[dimension] // processes)  # all parts are of one size but the last ones
+            before = min(place * size, sizes[dimension])
+            firsts[dimension] += before
+            sizes[dimension] = min(size, sizes[dimension] - before)
+    return tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def is_owner(tensor: Tensor, mesh: Mesh) -> bool:
+    """Whether this process's part is its own, or the first of those that are alike along `tensor`."""
+    return mesh.places["tensor"][0] == 0 or _cut(tensor, "tensor") is not None
+
+
+def _cut(tensor: Tensor, axis: str) -> int | None:
+    """The dimension in which an axis of the mesh cuts a tensor."""
+    if not isinstance(tensor, DTensor):
+        return None
+    placement = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)).get(axis)
+    return getattr(placement, "dim", None)  # FSDP's rows of what is cut already are no `Shard` to PyTorch
+
+
+def total_norm(gradients: list[Tensor], mesh: Mesh) -> Tensor:
+    """The norm of all gradients, of which this process has parts."""
+    norm = torch.nn.utils.get_total_norm([local(gradient) for gradient in gradients if is_owner(gradient, mesh)])
+    if mesh.shares == 1:
+        return norm
+    squares = norm**2
+    dist.all_reduce(squares)
+    return (squares / mesh.data).sqrt()
+
+
+def whole(tensor: Tensor, mesh: Mesh) -> Tensor:
     """All of a parameter, gathered; every process takes part."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    total = torch.zeros(tensor.shape, dtype=tensor.dtype, device=mesh.device)
+    if mesh.is_first_copy and is_owner(tensor, mesh):
+        total[where(tensor, mesh)] = local(tensor)
+    dist.all_reduce(total)
+    return total
 
 
 @torch.no_grad()
-def fill(tensor: Tensor, values: Tensor) -> None:
-    """Put this process's rows of the whole `values` into a parameter."""
-    if isinstance(tensor, DTensor):
-        values = distribute_tensor(values, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
-    local(tensor).copy_(values)
+def fill(tensor: Tensor, values: Tensor, mesh: Mesh) -> None:
+    """Put this process's part of the whole `values` into a parameter."""
+    local(tensor).copy_(values[where(tensor, mesh)])

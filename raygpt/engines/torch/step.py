@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from raygpt.config import Recipe
 from raygpt.engines.torch.dropout import dropout_keys
 from raygpt.engines.torch.optimizer import learning_rate, update
-from raygpt.engines.torch.sharding import Mesh, synchronised, whole
+from raygpt.engines.torch.sharding import Mesh, synchronised, total_norm
 from raygpt.engines.torch.state import State
 
 
@@ -53,7 +53,7 @@ def make_step(recipe: Recipe, mesh: Mesh, autocast: torch.autocast, scaled: bool
         scale = state.scale.value if scaled else torch.ones_like(state.scale.value)
         loss = backward(state, batch, scale) / scale
         gradients = [parameter.grad for parameter in state.parameters.values() if parameter.grad is not None]
-        norm = whole(torch.nn.utils.get_total_norm(gradients)) / scale
+        norm = total_norm(gradients, mesh) / scale
         finite = loss.isfinite() & norm.isfinite()
         left_out = (~finite if guarded else torch.zeros_like(finite)).float()
         lr = rate(state.step)
@@ -74,7 +74,7 @@ def make_backward(recipe: Recipe, mesh: Mesh, autocast: torch.autocast) -> Calla
 
     def backward(state: State, batch: Batch, scale: Tensor) -> Tensor:
         # A process has a part of the loss: what DDP and FSDP average over processes has to be a sum.
-        factors = batch.weights * (scale * mesh.size / tokens)
+        factors = batch.weights * (scale * mesh.groups / tokens)
         total = torch.zeros_like(scale)
         for micro, (inputs, targets, numbers, factor) in enumerate(zip(*batch[:3], factors, strict=True), start=1):
             keys = dropout_keys(seed, state.step, numbers, state.objective.gpt.sites) if dropout else None
@@ -85,7 +85,7 @@ def make_backward(recipe: Recipe, mesh: Mesh, autocast: torch.autocast) -> Calla
             total += loss.detach()
         if mesh.size > 1:
             dist.all_reduce(total)
-        return total / mesh.size
+        return total / mesh.groups
 
     return backward
 

@@ -1,0 +1,35 @@
+"""One matrix in several processes (`cluster.mesh.tensor`), by DTensor's plans.
+
+Each has some heads, a part of the MLP's hidden layer and a part of the vocabulary. Between the matrices all have the
+whole stream of the same rows, so norms, positions and dropout are computed by each. The loss they share by time: each
+computes that of its part of every row, with the whole table, which is gathered for it. So no process computes logits
+twice, and the loss is the same code on every mesh.
+"""
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from raygpt.engines.torch.model import GPT
+
+
+def share_matrices(gpt: GPT, devices: DeviceMesh) -> None:
+    """Cut the matrices of a model in which no parameter is set yet."""
+    inward, outward = ColwiseParallel(), RowwiseParallel()
+    for block in gpt.blocks:
+        parallelize_module(block, devices, {"qkv": inward, "out": outward, "up": inward, "down": outward})
+    tables = ["tokens"] if gpt.head is None else ["tokens", "head"]
+    parallelize_module(gpt, devices, {table: RowwiseParallel(input_layouts=Replicate()) for table in tables})
+    gpt.heads //= devices.size()
+
+
+def own_time(x: Tensor, devices: DeviceMesh) -> Tensor:
+    """This process's part of x [rows, time, …], which all have; gradients of all parts come together."""
+    whole = DTensor.from_local(x, devices, [Replicate()], run_check=False)
+    return whole.redistribute(placements=[Shard(1)]).to_local()
+
+
+def gathered(table: Tensor) -> Tensor:
+    """All of a table of which each has a part; gradients, which are of each one's tokens, are summed into the parts."""
+    return table.full_tensor(grad_placements=[Partial()]) if isinstance(table, DTensor) else table
