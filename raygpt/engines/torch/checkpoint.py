@@ -7,6 +7,7 @@ begins; `state.json` says the rest. So any number of processes reads just the pa
 import json
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,10 +99,11 @@ class Saver:
 
     def _make(self, tensors: Mapping[str, Tensor]) -> None:
         """Host memory for those that have none yet."""
-        cuda = any(tensor.is_cuda for tensor in tensors.values())
-        for name, tensor in tensors.items():
-            if name not in self._host:
-                self._host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=cuda)
+        gpu = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+        with torch.cuda.device(gpu) if gpu else nullcontext():  # a new thread would begin on the first one
+            for name, tensor in tensors.items():
+                if name not in self._host:
+                    self._host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=gpu is not None)
 
 
 class Reader:
