@@ -3,7 +3,7 @@
     python benchmarks/step.py                                    # JAX with its kernels, GPT-2 124M, 64 × 1024 tokens
     python benchmarks/step.py --plain --engine jax torch         # and JAX without kernels, and PyTorch
     python benchmarks/step.py --nanogpt ~/nanoGPT/model.py       # and nanoGPT's model, for the ratio
-    python benchmarks/step.py --batch 12 --context 64 --steps 200 model.layers=4 model.heads=4 model.width=128   # a CPU
+    python benchmarks/step.py --batch 12 --context 64 --vocab 65 model.layers=4 model.heads=4 model.width=128    # a CPU
     python benchmarks/step.py --record                           # and put the figures into `raygpt bench`'s table
 
 Each is measured in a process of its own, one after another: GPUs of one kind differ by 5 %, so only ratios within one
@@ -61,6 +61,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--preset", help="gpt2 unless model.width is overridden")
     parser.add_argument("--batch", type=int, default=64, help="rows")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--vocab", type=int, default=bench.GPT2_VOCAB)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--plain", action="store_true", help="JAX also without its kernels")
     parser.add_argument("--nanogpt", help="path of nanoGPT's model.py, to be measured beside")
@@ -98,6 +99,7 @@ def measured(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.context,
         arguments.steps,
         "plain" if case == "jax plain" else None,
+        arguments.vocab,
         tuple(arguments.overrides),
     )
     return bench.timed(nanogpt_steps(work, arguments.nanogpt), work) if case == "nanoGPT" else bench.measure(work)
@@ -122,7 +124,8 @@ def nanogpt_steps(work: Work, path: str) -> Steps:
     torch.manual_seed(1337)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     shape = {"block_size": size.context, "n_layer": size.layers, "n_head": size.heads, "n_embd": size.width}
-    config = theirs.GPTConfig(dropout=0.0, bias=False, **shape)  # of 50304 tokens, padded as ours are
+    vocab = 50304 if work.vocab == bench.GPT2_VOCAB else work.vocab  # as its train.py has them
+    config = theirs.GPTConfig(dropout=0.0, bias=False, vocab_size=vocab, **shape)
     model = theirs.GPT(config).to(device)
     optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device)
     compiled = torch.compile(model) if cuda else model

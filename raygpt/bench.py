@@ -20,10 +20,19 @@ from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.training.metrics import mfu
 
-VOCAB = 50257
+GPT2_VOCAB, CHARACTERS = 50257, 65  # of GPT-2; of Shakespeare, which nanoGPT trains on where there is only a CPU
 ROUND, FIRST, WARM_UP, BATCHES = 10, 5, 10, 4  # steps: of a round, whose losses are kept, to warm up; batches in turn
 NANOGPTS_CPU_MODEL = ("model.layers=4", "model.heads=4", "model.width=128")  # of its README, for a laptop
-SAME = ("device", "engine", "kernels", "layers", "width", "context", "precision")  # what makes two figures comparable
+SAME = (
+    "device",
+    "engine",
+    "kernels",
+    "layers",
+    "width",
+    "context",
+    "vocab",
+    "precision",
+)  # what makes two figures comparable
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,7 @@ class Work:
     context: int = 1024
     steps: int = 50
     kernels: str | None = None  # the JAX engine's: fused, plain, or what it chooses
+    vocab: int = GPT2_VOCAB
     overrides: tuple[str, ...] = ()
 
     @property
@@ -53,7 +63,7 @@ class Work:
     def windows(self) -> NDArray[np.int32]:
         """The rows of a few batches."""
         shape = (BATCHES, self.batch, self.context + 1)
-        return np.random.default_rng(0).integers(0, VOCAB, shape).astype(np.int32)
+        return np.random.default_rng(0).integers(0, self.vocab, shape).astype(np.int32)
 
 
 class Steps(NamedTuple):
@@ -69,7 +79,7 @@ def usual_work(engine: str, overrides: Sequence[str] = ()) -> Work:
     """GPT-2 124M where there is a GPU or TPU, a small model on a CPU: a step of GPT-2 takes a minute there."""
     if _has_accelerator(engine):
         return Work(engine, overrides=tuple(overrides))
-    return Work(engine, None, 12, 64, overrides=(*NANOGPTS_CPU_MODEL, *overrides))
+    return Work(engine, None, 12, 64, vocab=CHARACTERS, overrides=(*NANOGPTS_CPU_MODEL, *overrides))
 
 
 def _has_accelerator(engine: str) -> bool:
@@ -103,7 +113,7 @@ def timed(steps: Steps, work: Work) -> dict[str, Any]:
     return {
         "ms": 1e3 * statistics.median(rounds),
         "tokens_per_s": speed,
-        "mfu": mfu(speed, model.flops_per_token(VOCAB), steps.about["device"], 1),
+        "mfu": mfu(speed, model.flops_per_token(work.vocab), steps.about["device"], 1),
         "peak_gib": steps.peak() / 2**30,
         "compile_s": compile_s,
         "rounds_ms": [round(1e3 * seconds, 2) for seconds in rounds],
@@ -112,6 +122,7 @@ def timed(steps: Steps, work: Work) -> dict[str, Any]:
         "context": work.context,
         "layers": model.layers,
         "width": model.width,
+        "vocab": work.vocab,
         "about": steps.about,
     }
 
@@ -135,7 +146,7 @@ def _jax(work: Work) -> tuple[Any, Callable[[], int]]:
     from raygpt.engines.jax.engine import JaxEngine
 
     device = jax.local_devices()[0]
-    engine = JaxEngine(work.recipe, VOCAB, devices=[device], kernels=work.kernels)
+    engine = JaxEngine(work.recipe, work.vocab, devices=[device], kernels=work.kernels)
     return engine, lambda: (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
@@ -147,7 +158,7 @@ def _torch(work: Work) -> tuple[Any, Callable[[], int]]:
     except ImportError as error:
         raise RaygptError("engine torch is not installed; write pip install 'raygpt[torch]'") from error
     set_up()
-    return TorchEngine(work.recipe, VOCAB), torch.cuda.max_memory_allocated
+    return TorchEngine(work.recipe, work.vocab), torch.cuda.max_memory_allocated
 
 
 # What was recorded
@@ -160,7 +171,7 @@ def entry(figures: dict[str, Any]) -> dict[str, Any]:
         "device": about["device"],
         "engine": about["engine"].split()[0],
         "kernels": about.get("kernels", ""),
-        **{name: figures[name] for name in ("layers", "width", "context", "rows")},
+        **{name: figures[name] for name in ("layers", "width", "vocab", "context", "rows")},
         "precision": about["precision"],
         "ms": round(figures["ms"], 2),
         "tokens_per_s": round(figures["tokens_per_s"]),
