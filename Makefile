@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-wheel lint format clean
+.PHONY: train test test-wheel chaos lint format clean
 
 train: $(VENV)/installed ## the default recipe, on this machine's CPU
 	$(BIN)/raygpt train tiny
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest
+
+# Twenty kills for each engine, nodes that come and go: about half an hour.
+chaos: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m slow tests/chaos
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check raygpt tests benchmarks

@@ -65,10 +65,24 @@ def train(
             console.show_plan(run)
             with console.training(run.plan.steps) as watch:
                 result = launch.train(run, watch)
-            if not result.error:
+            if result.stopped is not None:
+                console.show_stopped(result)
+            elif not result.error:
                 console.show_result(result, watch.events)
     if result.error:
         raise result.error
+    if result.stopped is not None:
+        raise typer.Exit(130)  # as after any Ctrl-C: it is not finished
+
+
+@app.command()
+def stop(run: Annotated[str, typer.Argument(help="The directory of a run that is being trained.")]) -> None:
+    """Ask a run to save and stop, from anywhere that sees its directory."""
+    from raygpt import storage
+    from raygpt.training.stopping import ask_to_stop
+
+    holder = ask_to_stop(storage.absolute(run))
+    print(f"asked {holder} to stop; it saves after its next logged step")
 
 
 @app.command()
@@ -113,6 +127,112 @@ def prepare(
         _print_json(store.index.summary() | {"folder": store.folder})
     else:
         console.show_prepared(store)
+
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, local or s3://.")]
+Step = Annotated[int | None, typer.Option(min=0, help="Of the checkpoint; else the best by validation loss.")]
+Latest = Annotated[bool, typer.Option("--latest", help="The newest checkpoint instead of the best.")]
+
+
+@app.command()
+def generate(
+    run: Run,
+    prompt: Annotated[str | None, typer.Option(help="Text to go on from; without it a document begins.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="At most so many new ones.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Only among so many likeliest; 0: among all.")] = 50,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Only among the likeliest with this share.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Repeats a text; drawn where it is not given.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Texts, written in one batch.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="A text ends before this; may be given again.")] = None,
+    interactive: Annotated[bool, typer.Option("--interactive", "-i", help="Ask for prompts, one a line.")] = False,
+    step: Step = None,
+    latest: Latest = False,
+    as_json: Json = False,
+) -> None:
+    """Let a trained model write on from a prompt."""
+    from raygpt import writing
+    from raygpt.inference.generate import Manner
+    from raygpt.inference.loaded import load
+    from raygpt.runs import open_run
+
+    loaded = load(open_run(run), step, best=not latest)
+    manner = Manner(tokens, temperature, top_k or None, top_p or None, writing.seed(seed), tuple(stop or ()))
+    if interactive:
+        writing.converse(loaded, manner, prompt)
+    elif as_json:
+        _print_json(writing.as_json(loaded, prompt, manner, samples))
+    else:
+        writing.write(loaded, prompt, manner, samples)
+
+
+@app.command("export")
+def export_(
+    run: Run,
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A new folder.")],
+    step: Step = None,
+    latest: Latest = False,
+    as_json: Json = False,
+) -> None:
+    """Write a run's model as a folder that transformers opens."""
+    from raygpt import outcomes
+    from raygpt.inference.loaded import read
+    from raygpt.interop.exporting import export
+    from raygpt.runs import open_run
+
+    found = read(open_run(run), step, best=not latest)
+    files = export(found, folder)
+    if as_json:
+        _print_json({"run": found.run.folder, "step": found.checkpoint.step, "folder": folder, "files": files})
+    else:
+        outcomes.show_exported(found, folder, files)
+
+
+@app.command("import")
+def import_(
+    source: Annotated[str, typer.Argument(metavar="DIR|NAME", help="A folder of transformers' GPT-2, or its name.")],
+    run: Annotated[str, typer.Argument(metavar="OUT_RUN", help="The run directory to make.")],
+    engine: Annotated[str, typer.Option(help="jax or torch: what writes the checkpoint; either can go on.")] = "jax",
+    as_json: Json = False,
+) -> None:
+    """Make a run at step 0 of Hugging Face's GPT-2 weights, to be trained further by run.start_from."""
+    from raygpt import outcomes
+    from raygpt.interop.importing import import_run
+
+    made = import_run(source, run, engine)
+    if as_json:
+        _print_json({"run": made.folder, "step": 0, "model": made.recipe.to_dict()["model"]})
+    else:
+        outcomes.show_imported(made)
+
+
+@app.command("eval")
+def eval_(
+    run: Run,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="validation, hellaswag, lambada, or hellaswag=FILE.jsonl; may be given again."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many items of each task, its first.")] = None,
+    step: Step = None,
+    latest: Latest = False,
+    as_json: Json = False,
+) -> None:
+    """Score a run's model: validation loss, perplexity and bits per byte; HellaSwag and LAMBADA."""
+    from raygpt import outcomes
+    from raygpt.evaluation import suite
+    from raygpt.inference.loaded import load
+    from raygpt.runs import open_run
+
+    chosen = suite.choose(task or ["validation"])
+    loaded = load(open_run(run), step, best=not latest)
+    with outcomes.evaluating() as watch:
+        results = suite.evaluate(loaded, chosen, limit, watch)
+    about = {"run": loaded.run.folder, "step": loaded.checkpoint.step}
+    if as_json:
+        _print_json({**about, "tasks": results})
+    else:
+        outcomes.show_scores(loaded, results)
 
 
 @data_app.command("show")

@@ -92,10 +92,16 @@ def has_autoscaler() -> bool:
 
 def _quieten() -> None:
     """Ray's own lines go to its log files: a person wants the progress, the loss and what to do next."""
-    import ray.data  # noqa: F401  # sets up its logger
+    import ray._private.worker
+    import ray.data  # sets up its logger
 
     warnings.filterwarnings("ignore", module=r"ray\.")
     logging.getLogger("ray").setLevel(logging.ERROR)
+    ray._private.worker.print_to_stdstream = _to_log  # what the cluster says of a process that died: see recovery.py
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setLevel(logging.CRITICAL + 1)
+
+
+def _to_log(data: Any, ignore_prefix: bool) -> None:
+    logging.getLogger("ray").info("%s", data.get("lines"))

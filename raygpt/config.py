@@ -77,7 +77,7 @@ class Model(Part):
         "gpt2", description="gpt2: normal 0.02, residual projections / sqrt(2·layers); xavier: uniform."
     )
     norm_epsilon: Real = Field(1e-5, gt=0, description="Added to the variance in each norm.")
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+    precision: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = Field(
         "auto", description="Of the arithmetic; parameters stay fp32. auto: the best that the device has."
     )
     implementation: Literal["raygpt", "huggingface"] = Field(
@@ -313,6 +313,17 @@ class Training(Part):
     on_nan: Literal["stop", "skip"] = Field(
         "stop", description="When a loss is not a number: end the run, or leave the step out and count it."
     )
+    deterministic: bool = Field(
+        False, description="The same bits every time on the same GPUs, which costs some speed; a CPU's always are."
+    )
+    on_spike: Literal["ignore", "warn", "skip", "stop"] = Field(
+        "ignore", description="When loss or gradient norm is far above what it was: warn, leave the step out, or end."
+    )
+    spike_sigmas: Real = Field(6.0, gt=0, description="How far: in standard deviations over about the last 100 steps.")
+    hang_after: Annotated[Real, Field(gt=0)] | None = Field(
+        900,
+        description="Seconds without a step, compiling included, after which a worker counts as hung.",
+    )
     compile: Literal["auto", "scanned", "unrolled", "off"] = Field(
         "auto", description="The layers as one loop (compiles fast), one after another (runs fast), or not at all."
     )
@@ -444,6 +455,9 @@ class Cluster(Part):
     runtime_env: dict[str, Any] = Field(  # left out of what is written to a run: it may hold secrets
         {}, exclude=True, description="Ray's runtime environment for the workers, e.g. {env_vars: {NAME: value}}."
     )
+    max_faults: Whole = Field(
+        100, ge=0, description="Times that lost workers are started again; a node that is taken away does not count."
+    )
     mesh: Mesh = Field(Mesh(), description="How the devices of all workers are arranged.")
 
     @model_validator(mode="after")
@@ -490,6 +504,7 @@ class Run(Part):
     keep_every: Annotated[Whole, Field(gt=0)] | None = Field(
         None, description="Checkpoints of these multiples of steps are kept for ever."
     )
+    failed_saves: Whole = Field(5, gt=0, description="Checkpoints in a row that cannot be saved before the run ends.")
     start_from: str | None = Field(
         None, description="RUN or RUN@STEP: begin with that run's state, a name in storage or a path."
     )

@@ -119,6 +119,7 @@ class Training:
         self.events: list[Event] = []
         self._steps, self._live = steps, live
         self._val_loss: float | None = None
+        self._said: dict[str, str] = {}
         self._task = live.add_task("starting workers") if live else None
 
     def __call__(self, event: "Event") -> None:
@@ -126,18 +127,20 @@ class Training:
         if event.get("event") == "start":
             about = ", ".join(f"{name} {value}" for name, value in event.items() if name != "event")
             unknown = "" if peak_flops(event["device"]) else "; its MFU is unknown"
-            out.print(_table([("computing", about + unknown)]))
+            self._once("computing", about + unknown)
             self._show("compiling")
         elif event.get("event") == "split":
-            out.print(_table([("batch", event["text"])]))
+            self._once("batch", event["text"])
         elif event.get("event") == "waiting":
             out.print(escape(event["text"]), soft_wrap=True)
             self._show("waiting")
         elif event.get("event") == "resume":
             where = f" of {escape(_near(event['folder']))}" if event["fork"] else ""
             out.print(f"continuing after step {event['step']}{where}", soft_wrap=True)
-        elif event.get("event") == "warning":
-            out.print(f"[yellow]warning:[/] {escape(event['text'])}", soft_wrap=True)
+        elif event.get("event") in ("warning", "fault"):
+            out.print(f"[yellow]{event['event']}:[/] {escape(event['text'])}", soft_wrap=True)
+        elif event.get("event") == "stopping":
+            out.print(escape(event["text"]), soft_wrap=True)
         elif "val_loss" in event:
             self._val_loss = event["val_loss"]
             out.print(f"step {event['step']:>{len(str(self._steps))}}/{self._steps}  val loss {self._val_loss:.4f}")
@@ -145,6 +148,12 @@ class Training:
             self._show(self._line(event))
             if not self._live:
                 out.print(self._line(event), soft_wrap=True)
+
+    def _once(self, label: str, value: str) -> None:
+        """Again only when it is another: workers that start anew mostly compute as before."""
+        if self._said.get(label) != value:
+            out.print(_table([(label, value)]))
+            self._said[label] = value
 
     def _line(self, event: "Event") -> str:
         parts = [f"step {event['step']:>{len(str(self._steps))}}/{self._steps}", f"loss {event['loss']:.4f}"]
@@ -172,6 +181,13 @@ def show_finished(run: "Prepared") -> None:
     )
 
 
+def show_stopped(result: "Result") -> None:
+    """It was asked to stop, and did."""
+    folder = escape(_near(result.path))
+    text = f"stopped after step {result.stopped}, which is saved in {folder}; the same command goes on from there"
+    out.print(text, soft_wrap=True)
+
+
 def show_result(result: "Result", events: Sequence["Event"]) -> None:
     """What came of a run: the validation loss before and after, a sample, and what to do next."""
     losses = [event["val_loss"] for event in events if "val_loss" in event]
@@ -184,9 +200,9 @@ def show_result(result: "Result", events: Sequence["Event"]) -> None:
         out.print(f"\nvalidation loss {losses[0]:.4f} at the start, {losses[-1]:.4f} at the end ({_fall(losses)})")
     out.print(f"run directory   {escape(folder)}\n\nTry next:", soft_wrap=True)
     for words in (
-        "recipes show tiny",
+        f"generate {folder}",
+        f"eval {folder}",
         "train tiny data.source=README.md data.tokenizer=bytes training.steps=20 run.name=readme",
-        "doctor",
     ):
         out.print(f"  {_program()} {escape(words)}", soft_wrap=True)
 

@@ -7,9 +7,11 @@ put is atomic by itself.
 import contextlib
 import errno
 import fcntl
+import hashlib
 import importlib.util
 import io
 import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -33,6 +35,11 @@ def join(folder: str, *names: str) -> str:
 def absolute(folder: str) -> str:
     """A name that means the same in every process."""
     return folder if is_remote(folder) else str(Path(folder).expanduser().absolute())
+
+
+def digest(text: str) -> str:
+    """A short name for a long one."""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def filesystem(uri: str) -> tuple[Any, str]:
@@ -91,6 +98,31 @@ def _local_sizes(folder: str) -> dict[str, int]:
             if entry.is_file():
                 found[entry.name] = entry.stat().st_size
     return found
+
+
+def files(folder: str) -> dict[str, int]:
+    """Name and size of every file in a folder and those below it, e.g. {"part/x": 12}."""
+    if not is_remote(folder):
+        found = ((path.relative_to(folder).as_posix(), path) for path in sorted(Path(folder).rglob("*")))
+        return {name: path.stat().st_size for name, path in found if path.is_file()}
+    from pyarrow import fs
+
+    system, path = filesystem(folder)
+    with _reached(folder):
+        listed = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
+    return {info.path.removeprefix(f"{path}/"): info.size for info in listed if info.type == fs.FileType.File}
+
+
+def folders(folder: str) -> list[str]:
+    """Names of the folders directly in a folder."""
+    if not is_remote(folder):
+        return sorted(path.name for path in Path(folder).iterdir() if path.is_dir()) if Path(folder).is_dir() else []
+    from pyarrow import fs
+
+    system, path = filesystem(folder)
+    with _reached(folder):
+        listed = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    return sorted(info.base_name for info in listed if info.type == fs.FileType.Directory)
 
 
 def open_read(uri: str) -> BinaryIO:
@@ -175,12 +207,32 @@ def delete(uri: str) -> None:
             system.delete_file(path)
 
 
+def delete_folder(uri: str) -> None:
+    """Remove a folder and all that is in it; none of that name is fine."""
+    if not is_remote(uri):
+        shutil.rmtree(uri, ignore_errors=True)
+        return
+    system, path = filesystem(uri)
+    with _reached(uri):
+        for name in files(uri):
+            system.delete_file(f"{path}/{name}")
+
+
+def move_there(path: Path, uri: str) -> None:
+    """Give a local file its place: renamed where that is on the same disk, uploaded where it is an object store."""
+    if is_remote(uri):
+        _upload(path, uri)
+        path.unlink()
+        return
+    make_folder(str(Path(uri).parent))
+    path.replace(uri)
+
+
 def on_this_node(uri: str, group: str) -> Path:
     """A path that can be memory-mapped: the file itself, or a copy of a remote one, fetched once per node."""
     if not is_remote(uri):
         return Path(uri)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = cache / "raygpt" / group / uri.rsplit("/", 1)[-1]
+    path = cache_folder() / group / uri.rsplit("/", 1)[-1]
     make_folder(str(path.parent))
     try:
         with path.with_suffix(".lock").open("w") as lock:
@@ -190,6 +242,11 @@ def on_this_node(uri: str, group: str) -> Path:
     except OSError as error:
         raise _explained(error, str(path)) from error
     return path
+
+
+def cache_folder() -> Path:
+    """Where this node keeps what can be fetched or made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raygpt"
 
 
 def make_folder(folder: str) -> None:

@@ -88,6 +88,61 @@ def ray_cluster(s3: str) -> Iterator[None]:
         ray.shutdown()
 
 
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory):
+    """The folder of a small run of an engine, trained once, in this process: 20 steps on a text that repeats itself."""
+    made = {}
+
+    def of(engine: str) -> Path:
+        if engine not in made:
+            made[engine] = _train(engine, tmp_path_factory.mktemp(f"{engine}-runs"))
+        return made[engine]
+
+    return of
+
+
+def _train(engine: str, home: Path) -> Path:
+    import json
+
+    import jax
+    import numpy as np
+
+    from raygpt.corpus import tokenizers
+    from raygpt.corpus.feed import Feed
+    from raygpt.corpus.nanogpt import open_nanogpt
+    from raygpt.engines import engine_of
+    from raygpt.recipes import load_recipe
+    from raygpt.training.loop import Loop
+    from raygpt.training.session import LocalSession
+    from raygpt.training.task import Task
+
+    tokens, folder = home / "tokens", home / "small"
+    tokens.mkdir()
+    text = np.frombuffer("the café sat on the mat; ".encode(), dtype=np.uint8)
+    np.resize(text, 4000).astype("<u2").tofile(tokens / "train.bin")
+    np.resize(text, 10 * 32 + 5).astype("<u2").tofile(tokens / "val.bin")
+    settings = {
+        "engine": engine,
+        "model": {"layers": 2, "heads": 2, "width": 32, "context": 32},
+        "data": {"source": str(tokens), "tokenizer": "bytes"},
+        "optimizer.learning_rate": 0.01,
+        "training": {"batch_tokens": 4 * 32, "steps": 20, "log_every": 5, "eval_every": 10, "checkpoint_every": 10},
+        "run": {"name": "small", "storage": str(home)},
+    }
+    recipe = load_recipe("tiny", settings)
+    store = open_nanogpt(str(tokens), "bytes")
+    tokenizers.save(store.tokenizer, str(folder))
+    (folder / "recipe.yaml").write_text(recipe.to_yaml())
+    one = {"devices": jax.devices()[:1]} if engine == "jax" else {}
+    computes = engine_of(engine).Engine(recipe, store.tokenizer.vocab, **one)
+    session = LocalSession()
+    feed = Feed([store.train], context=32, batch_rows=4, seed=recipe.training.seed)
+    Loop(Task(recipe, feed, (store.val,), str(folder)), computes, session).run()
+    logged = [event for event in session.events if "event" not in event]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in logged))
+    return folder
+
+
 @pytest.fixture(name="raygpt")
 def raygpt_command(monkeypatch, capsys, tmp_path):
     """Run a command line in an empty folder: (exit status, standard output, standard error)."""

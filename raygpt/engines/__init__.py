@@ -4,12 +4,25 @@ from importlib import import_module
 from typing import Any
 
 from raygpt.config import Model
-from raygpt.engines.base import Weights
+from raygpt.engines.base import Arrays, Reader, Weights
 
 
 def engine_of(name: str) -> Any:
-    """The module of an engine: `set_up` for its process, `find_devices` for a recipe, and its `Engine`."""
+    """The module of an engine: `set_up` of a process, `find_devices` for a recipe, and its `Engine`."""
     return import_module(f"raygpt.engines.{name}.engine")
+
+
+def make_reader(name: str, model: Model, vocab: int) -> Reader:
+    """What reads a trained model with an engine's arithmetic, in this process."""
+    engine_of(name).set_up()
+    reader: Reader = import_module(f"raygpt.engines.{name}.reader").Reader(model, vocab)
+    return reader
+
+
+def read_parameters(name: str, folder: str, model: Model, vocab: int) -> Arrays:
+    """The parameters in a checkpoint that an engine wrote; what else is in it is left where it is."""
+    parameters: Arrays = import_module(f"raygpt.engines.{name}.checkpoint").read_parameters(folder, model, vocab)
+    return parameters
 
 
 def read_weights(name: str, folder: str, model: Model, vocab: int) -> Weights:

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 Windows = NDArray[np.int32]  # [rows, context + 1]
 Numbers = NDArray[np.floating[Any]]
 Arrays = Mapping[str, NDArray[Any]]
+SPIKE_STEPS = 50  # before which nothing is called a spike: too little is known of what is usual
+SPIKE_MEMORY = 100  # steps that the usual loss and gradient norm look back
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Engine(Protocol):
         ...
 
     def save(self, state: Any, folder: str) -> None:
-        """Begin to write a state into a folder; training goes on meanwhile."""
+        """Begin to write this process's part of a state into a folder of its own; training goes on meanwhile."""
         ...
 
     def wait_for_save(self) -> None:
@@ -63,7 +65,7 @@ class Engine(Protocol):
         ...
 
     def restore(self, folder: str) -> Any:
-        """The state that was saved in a folder, by any number of processes on any mesh."""
+        """The state whose parts are together in a folder, saved by any number of processes on any mesh."""
         ...
 
     def gather(self, state: Any) -> Weights:
@@ -83,7 +85,7 @@ class Engine(Protocol):
         ...
 
     def read(self, metrics: Any) -> dict[str, float]:
-        """Wait for a step's metrics: loss, grad_norm, lr, and how many steps were skipped so far."""
+        """Wait for a step's metrics: loss, grad_norm, lr, and how many steps were skipped, and were spikes, so far."""
         ...
 
     def score(self, state: Any, windows: Windows) -> Numbers:
@@ -101,3 +103,39 @@ class Engine(Protocol):
     def describe(self) -> dict[str, str]:
         """Device, number of devices, precision and kernels in use, for people."""
         ...
+
+
+class Reader(Protocol):
+    """A trained model that is only read: it scores and writes, in this process, on one device, without an optimizer."""
+
+    context: int
+    vocab: int
+
+    def load(self, parameters: Arrays) -> Any:
+        """The parameters, under Hugging Face's names, on the device."""
+        ...
+
+    def prefill(self, state: Any, ids: NDArray[np.int32]) -> tuple[Numbers, Any]:
+        """Read prompts [rows, time]: logits [rows, vocabulary] of what follows, and a cache."""
+        ...
+
+    def decode(self, state: Any, ids: NDArray[np.int32], start: int, cache: Any) -> tuple[Numbers, Any]:
+        """The same for one id a row, [rows, 1], that follows `start` earlier ones."""
+        ...
+
+    def grade(self, state: Any, windows: Windows) -> tuple[Numbers, NDArray[np.bool_]]:
+        """Of windows [rows, time + 1] every token's log-probability after those before it, and whether it is the
+        likeliest: both [rows, time]."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """Device and precision, for people."""
+        ...
+
+
+SHORTEST = 128  # of the lengths that a model is compiled for
+
+
+def bucket(length: int, longest: int) -> int:
+    """The length to compile for: a power of two, so that texts of all lengths share a few programs."""
+    return min(max(SHORTEST, 1 << (length - 1).bit_length()), longest)

@@ -1,22 +1,40 @@
-"""Text from a model: one token after another, through the engine's cache."""
+"""Ids from a model: one after another, through the engine's cache."""
 
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raygpt.engines.base import Engine
 from raygpt.errors import RaygptError
+
+Logits = NDArray[np.floating[Any]]
+
+
+class Writer(Protocol):
+    """What is asked of a model: an engine's, while it trains, or a reader's."""
+
+    context: int
+
+    def prefill(self, state: Any, ids: NDArray[np.int32]) -> tuple[Logits, Any]:
+        """Read prompts [rows, time]: logits [rows, vocabulary] of what follows, and a cache."""
+        ...
+
+    def decode(self, state: Any, ids: NDArray[np.int32], start: int, cache: Any) -> tuple[Logits, Any]:
+        """The same for ids [rows, time] that follow `start` earlier ones."""
+        ...
 
 
 def sample(
-    engine: Engine,
+    engine: Writer,
     state: Any,
     prompt: NDArray[np.int32],
     tokens: int,
     *,
     temperature: float = 0.8,
     top_k: int | None = 50,
+    top_p: float | None = None,
     seed: int = 0,
 ) -> NDArray[np.int32]:
     """Continue prompts [rows, time] by up to `tokens` ids, as far as the context reaches: [rows, more].
@@ -25,24 +43,70 @@ def sample(
     """
     if prompt.shape[1] > engine.context:
         raise RaygptError(f"the prompt has {prompt.shape[1]} tokens, and the model sees {engine.context}; shorten it")
-    random = np.random.default_rng(seed)
     room = min(tokens, engine.context - prompt.shape[1])
+    drawn = stream(engine, state, prompt, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    columns = list(itertools.islice(drawn, room))
+    return np.stack(columns, axis=1) if columns else np.empty((len(prompt), 0), dtype=np.int32)
+
+
+def stream(
+    engine: Writer,
+    state: Any,
+    prompt: NDArray[np.int32],
+    *,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    top_p: float | None = None,
+    seed: int = 0,
+    forgets: Callable[[int], None] = lambda kept: None,
+) -> Iterator[NDArray[np.int32]]:
+    """Continue prompts [rows, time] for ever, an id a row at a time; nothing is computed before it is asked for.
+
+    Where the context is full, its last half is read in again, and `forgets` is told how many tokens that is.
+    """
+    random, half = np.random.default_rng(seed), max(1, engine.context // 2)
+    if prompt.shape[1] > engine.context:
+        prompt = prompt[:, -half:]
+        forgets(half)
+    seen = [prompt]  # what the cache holds, in parts
     logits, cache = engine.prefill(state, prompt)
-    drawn = np.empty((len(prompt), room), dtype=np.int32)
-    for n in range(room):
-        drawn[:, n] = _draw(logits, temperature, top_k, random)
-        if n + 1 < room:
-            logits, cache = engine.decode(state, drawn[:, n : n + 1], prompt.shape[1] + n, cache)
-    return drawn
+    place = prompt.shape[1]
+    while True:
+        drawn = _draw(logits, temperature, top_k, top_p, random)
+        yield drawn
+        seen.append(drawn[:, None])
+        if place < engine.context:
+            logits, cache = engine.decode(state, seen[-1], place, cache)
+            place += 1
+        else:
+            seen = [np.concatenate(seen, axis=1)[:, -half:]]
+            forgets(half)
+            logits, cache = engine.prefill(state, seen[0])
+            place = half
 
 
 def _draw(
-    logits: NDArray[np.floating[Any]], temperature: float, top_k: int | None, random: np.random.Generator
+    logits: Logits, temperature: float, top_k: int | None, top_p: float | None, random: np.random.Generator
 ) -> NDArray[np.int32]:
     """One id per row. Adding Gumbel noise and taking the largest is drawing from the softmax."""
     if not temperature:
         return logits.argmax(-1).astype(np.int32)
+    logits = logits / temperature
     if top_k and top_k < logits.shape[-1]:
         smallest = np.partition(logits, -top_k, axis=-1)[:, -top_k, None]
         logits = np.where(logits < smallest, -np.inf, logits)
-    return (logits / temperature + random.gumbel(size=logits.shape)).argmax(-1).astype(np.int32)
+    if top_p and top_p < 1:
+        logits = _likeliest(logits, top_p)
+    return (logits + random.gumbel(size=logits.shape)).argmax(-1).astype(np.int32)
+
+
+def _likeliest(logits: Logits, share: float) -> Logits:
+    """Only the likeliest tokens, as few as together have that share of the probability; at least one."""
+    order = np.argsort(-logits, axis=-1, kind="stable")
+    falling = np.take_along_axis(logits, order, axis=-1)
+    probabilities = np.exp(falling - falling[:, :1])
+    before = np.cumsum(probabilities, axis=-1) - probabilities  # of those that are likelier
+    kept = before < share * probabilities.sum(-1, keepdims=True)
+    limited = np.full_like(logits, -np.inf)
+    np.put_along_axis(limited, order, np.where(kept, falling, -np.inf), axis=-1)
+    return limited

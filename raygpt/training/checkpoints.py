@@ -1,15 +1,20 @@
 """Checkpoints of a run: `checkpoints/step-00000100/`, whole once `checkpoint.json` is in it.
 
-The engine writes its files into the folder; the marker, written last, names every one of them with its size and
-checksum, and says what the state belongs to. A folder without a marker, or one that does not match it, is no
-checkpoint. Validation comes after saving, so the losses that decide which ones are kept lie beside them, in
-`checkpoints/scores.json`.
+Every process writes its part of the state aside and publishes it into the folder; the marker, written last, names every
+file with its size and checksum, and says what the state belongs to. A folder without a marker, or one that does not
+match it, is no checkpoint. Validation comes after saving, so the losses that decide which ones are kept lie beside
+them, in `checkpoints/scores.json`.
 """
 
+import fcntl
 import hashlib
 import json
+import re
 import shutil
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,7 @@ from raygpt.config import Run
 from raygpt.errors import RaygptError
 
 FOLDER, MARKER, SCORES = "checkpoints", "checkpoint.json", "scores.json"
+PAUSES_S = (0.5, 2, 8)  # before each further try to publish a file
 
 
 @dataclass(frozen=True)
@@ -34,22 +40,102 @@ def folder_of(run_folder: str, step: int) -> str:
     return storage.join(run_folder, FOLDER, f"step-{step:08d}")
 
 
-def commit(folder: str, step: int, facts: dict[str, Any]) -> None:
-    """Declare a folder whole: from here on it is a checkpoint."""
-    files = {name: [path.stat().st_size, _checksum(path)] for name, path in _files(Path(folder))}
-    marker = {"step": step, **facts, "files": files}
+def publish(part: Path, folder: str) -> dict[str, Any]:
+    """Give the files that this process wrote their place in a checkpoint's folder: name -> [size, checksum]."""
+    written = {path.relative_to(part).as_posix(): path for path in sorted(part.rglob("*")) if path.is_file()}
+    described = {name: [path.stat().st_size, _checksum(path)] for name, path in written.items()}
+    with ThreadPoolExecutor(8 if storage.is_remote(folder) else 1) as threads:
+        list(threads.map(lambda name: _retried(storage.move_there, written[name], storage.join(folder, name)), written))
+    shutil.rmtree(part, ignore_errors=True)
+    return described
+
+
+def _retried(move: Callable[..., None], *arguments: Any) -> None:
+    """An object store may fail for a moment, or answer that it is asked too often."""
+    for pause in PAUSES_S:
+        try:
+            move(*arguments)
+        except RaygptError:
+            time.sleep(pause)
+        else:
+            return
+    move(*arguments)
+
+
+def commit(folder: str, step: int, facts: dict[str, Any], files: dict[str, Any]) -> None:
+    """Declare a folder whole: from here on it is a checkpoint. `files` is what the processes published."""
+    marker = {"step": step, **facts, "files": dict(sorted(files.items()))}
     storage.write_bytes(storage.join(folder, MARKER), json.dumps(marker, indent=1).encode())
 
 
+def make_room(run_folder: str, step: int) -> None:
+    """Remove what may lie where a checkpoint is about to be written: one that was damaged, or never whole."""
+    _remove(folder_of(run_folder, step))
+    storage.make_folder(storage.join(run_folder, FOLDER))
+
+
+def sweep(run_folder: str) -> None:
+    """Remove what saves that were interrupted have left. Only when none is going on."""
+    whole = {step for step, _ in _committed(run_folder)}
+    for step, folder in _all(run_folder):
+        if step not in whole:
+            storage.delete_folder(folder)
+    storage.delete_folder(str(parts_of(run_folder)))
+
+
+def parts_of(run_folder: str) -> Path:
+    """Where processes of this node write before they publish: beside the checkpoints, or aside for an object store."""
+    if not storage.is_remote(run_folder):
+        return Path(run_folder, FOLDER, "parts")
+    return Path(tempfile.gettempdir(), f"raygpt-parts-{storage.digest(run_folder)}")
+
+
 def newest(run_folder: str) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of a run, and a warning for each newer one that is damaged."""
+    """The newest whole checkpoint of a run, and a warning for each newer one that is damaged.
+
+    One in an object store is fetched to this node to be sure.
+    """
     warnings: list[str] = []
     for step, folder in reversed(_committed(run_folder)):
         damage = _damage(folder)
         if damage is None:
-            return Checkpoint(step, str(folder)), warnings
+            return Checkpoint(step, folder), warnings
         warnings.append(f"checkpoint of step {step} is damaged ({damage}); the one before it is used")
     return None, warnings
+
+
+def find_newest(run_folder: str) -> Checkpoint | None:
+    """The newest that is committed, taken at its word."""
+    there = _committed(run_folder)
+    return Checkpoint(*there[-1]) if there else None
+
+
+def on_this_node(checkpoint: Checkpoint) -> str:
+    """A folder that can be read as files: the checkpoint's own, or a copy that is fetched once per node."""
+    if not storage.is_remote(checkpoint.folder):
+        return checkpoint.folder
+    return str(_fetched(checkpoint.folder))
+
+
+def _fetched(folder: str) -> Path:
+    """The copy is named by its marker's content: a run that was deleted and trained again has another."""
+    marker = storage.read_bytes(storage.join(folder, MARKER))
+    copies = storage.cache_folder() / FOLDER / storage.digest(folder)
+    copy = copies / storage.digest(marker.decode())
+    storage.make_folder(str(copies))
+    with (copies / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the node's other workers wait for the first one's download
+        if not (copy / MARKER).is_file():
+            for other in storage.folders(str(copies)):
+                shutil.rmtree(copies / other, ignore_errors=True)
+            expected = json.loads(marker)["files"]
+            with ThreadPoolExecutor(8) as threads:
+                list(threads.map(lambda name: storage.download(storage.join(folder, name), copy / name), expected))
+            damage = _altered(copy, expected)
+            if damage:
+                raise RaygptError(f"{folder} is damaged ({damage}); name another step")
+            storage.write_bytes(str(copy / MARKER), marker)
+    return copy
 
 
 def find(run_folder: str, step: int | None) -> Checkpoint:
@@ -66,7 +152,7 @@ def find(run_folder: str, step: int | None) -> Checkpoint:
     damage = _damage(there[step])
     if damage:
         raise RaygptError(f"{run_folder}: the checkpoint of step {step} is damaged ({damage}); name another step")
-    return Checkpoint(step, str(there[step]))
+    return Checkpoint(step, there[step])
 
 
 def facts(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -85,8 +171,12 @@ def prune(run_folder: str, run: Run) -> None:
     kept |= set(sorted(scored, key=lambda step: (scored[step], -step))[: run.keep_best])
     for step, folder in there:
         if step not in kept:
-            (folder / MARKER).unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
+
+
+def _remove(folder: str) -> None:
+    storage.delete(storage.join(folder, MARKER))
+    storage.delete_folder(folder)
 
 
 def scores(run_folder: str) -> dict[int, float | None]:
@@ -102,30 +192,43 @@ def write_score(run_folder: str, step: int, loss: float | None) -> None:
     storage.write_bytes(storage.join(run_folder, FOLDER, SCORES), json.dumps(known).encode())
 
 
-def _committed(run_folder: str) -> list[tuple[int, Path]]:
-    folders = sorted(Path(run_folder, FOLDER).glob(f"step-*/{MARKER}"))
-    return [(int(marker.parent.name.removeprefix("step-")), marker.parent) for marker in folders]
+def _all(run_folder: str) -> list[tuple[int, str]]:
+    """Step and folder of all that is or was to be a checkpoint, in order."""
+    home = storage.join(run_folder, FOLDER)
+    names = (re.fullmatch(r"step-([0-9]+)", name) for name in storage.folders(home))
+    return [(int(name[1]), storage.join(home, name[0])) for name in names if name]
 
 
-def _damage(folder: Path) -> str | None:
+def _committed(run_folder: str) -> list[tuple[int, str]]:
+    return [(step, folder) for step, folder in _all(run_folder) if storage.exists(storage.join(folder, MARKER))]
+
+
+def _damage(folder: str) -> str | None:
     """What is wrong with a committed checkpoint, or None."""
     try:
-        expected = json.loads((folder / MARKER).read_bytes())["files"]
+        expected = json.loads(storage.read_bytes(storage.join(folder, MARKER)))["files"]
     except (ValueError, KeyError, TypeError):
         return f"{MARKER} cannot be read"
-    for name, (size, checksum) in expected.items():
-        path = folder / name
-        if not path.is_file():
+    there = storage.files(folder)
+    for name, (size, _) in expected.items():
+        if name not in there:
             return f"{name} is missing"
-        if path.stat().st_size != size or _checksum(path) != checksum:
+        if there[name] != size:
             return f"{name} was altered"
+    if not storage.is_remote(folder):
+        return _altered(Path(folder), expected)
+    try:
+        _fetched(folder)
+    except RaygptError as error:
+        return str(error)
     return None
 
 
-def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != MARKER:
-            yield path.relative_to(folder).as_posix(), path
+def _altered(folder: Path, expected: dict[str, Any]) -> str | None:
+    """Which file of a folder is not what its checksum says, if any."""
+    return next(
+        (f"{name} was altered" for name, (_, sum_) in expected.items() if _checksum(folder / name) != sum_), None
+    )
 
 
 def _checksum(path: Path) -> str:

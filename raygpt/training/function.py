@@ -12,7 +12,8 @@ from raygpt import storage
 from raygpt.cluster import connected, cores
 from raygpt.errors import RaygptError
 from raygpt.recipes import check_part
-from raygpt.training.launch import Result, fit, open_mailbox
+from raygpt.training.launch import Result, fit
+from raygpt.training.mailbox import open_mailbox
 from raygpt.training.scaling import choose_workers
 from raygpt.training.session import Event
 

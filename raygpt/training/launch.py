@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.train import DataConfig
-from ray.train.v2.api.config import RunConfig
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.train.v2.api.config import FailureConfig, RunConfig
 from ray.train.v2.jax.config import JaxConfig
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raygpt import storage
 from raygpt.cluster import connected, cores
@@ -23,14 +21,18 @@ from raygpt.corpus.mixture import Mixture, growing_text, open_growing, open_mixt
 from raygpt.corpus.prepare import Watch
 from raygpt.engines.torch import require_torch
 from raygpt.errors import RaygptError
+from raygpt.testing import faults
 from raygpt.training import checkpoints, resume
 from raygpt.training.backend import Processes
 from raygpt.training.checkpoints import Checkpoint
 from raygpt.training.hold import held
-from raygpt.training.loop import Task
+from raygpt.training.mailbox import open_mailbox
 from raygpt.training.plan import Plan, in_steps, make_plan
-from raygpt.training.scaling import Workers, choose_workers, ensure_room
-from raygpt.training.session import Event, Mailbox, last_metrics
+from raygpt.training.recovery import Trainer, told
+from raygpt.training.scaling import Workers, choose_workers, ensure_room, ensure_shared
+from raygpt.training.session import Event, last_metrics
+from raygpt.training.stopping import stoppable
+from raygpt.training.task import Task
 from raygpt.training.worker import work
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Result:
     metrics: dict[str, Any] = field(default_factory=dict)  # the last of each
     checkpoint: str | None = None
     error: BaseException | None = None
+    stopped: int | None = None  # the step that it was stopped at, and saved
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
     home = storage.absolute(recipe.run.storage)
     folder = storage.join(home, str(recipe.run.name))
     _refuse_what_is_missing(recipe)
+    if ray.is_initialized():
+        ensure_shared(folder)
     after = resume.check(folder, recipe, force)
     corpus = _open_corpus(recipe, storage.join(home, STORES), watch)
     try:
@@ -109,15 +114,8 @@ def _open_corpus(recipe: Recipe, stores: str, watch: Watch) -> Mixture:
 
 
 def _refuse_what_is_missing(recipe: Recipe) -> None:
-    """What recipes can say and this version cannot do yet."""
     if recipe.engine == "torch":
         require_torch(recipe)
-    if recipe.cluster.min_workers != recipe.cluster.max_workers:
-        raise RaygptError(
-            f"cluster.workers: {recipe.cluster.workers}: elastic runs are not built yet; write one number"
-        )
-    if storage.is_remote(recipe.run.storage):
-        raise RaygptError("run.storage: runs on s3 are not built yet (token stores are); write a folder")
 
 
 def on_cluster(recipe: Recipe) -> Any:
@@ -127,32 +125,31 @@ def on_cluster(recipe: Recipe) -> Any:
 
 
 def train(run: Prepared, watch: Callable[[Event], None] = lambda event: None) -> Result:
-    """Run it to its end; `watch` sees every event as it comes. What fails is in the result."""
+    """Run it to its end, or until it is stopped; `watch` sees every event as it comes. What fails is in the result."""
     folder = run.plan.run_folder
     last = last_metrics(folder)
     if run.is_finished:
         run.corpus.close()
         return Result(folder, last, checkpoints.folder_of(folder, run.after))
+    stopped: list[int] = []
+
+    def see(event: Event) -> None:
+        last.update(event if "event" not in event and "restart" not in event else {})
+        if event.get("event") == "stopped":
+            stopped.append(event["step"])
+        watch(event)
+
     with on_cluster(run.recipe), contextlib.closing(run.corpus), held(folder):
         storage.write_bytes(storage.join(folder, resume.RECIPE), run.asked.to_yaml().encode())
         tokenizers.save(run.corpus.tokenizer, folder)
-        task = Task(run.recipe, run.feed, tuple(store.val for store in run.corpus.stores), folder, run.start_from)
-
-        def see(event: Event) -> None:
-            last.update(event if "event" not in event else {})
-            watch(event)
-
+        val = tuple(store.val for store in run.corpus.stores)
+        task = Task(run.recipe, run.feed, val, folder, run.start_from, faults.from_environment(folder))
         mailbox, workers = open_mailbox(), choose_workers(run.recipe.cluster)
         config = {"task": task, "mailbox": mailbox}
-        error = fit(work, config, workers, folder, mailbox, see, engine=run.recipe.engine)
-    checkpoint, _ = checkpoints.newest(folder)
-    return Result(folder, last, checkpoint.folder if checkpoint else None, error)
-
-
-def open_mailbox() -> Any:
-    """An actor that workers tell things, and that the driver asks; on its own node, which lives as long as it does."""
-    here: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(num_cpus=0, scheduling_strategy=here)(Mailbox).remote()
+        with stoppable(folder, mailbox, watch) as poll:
+            error = fit(work, config, workers, folder, mailbox, see, recipe=run.recipe, poll=poll)
+    checkpoint = checkpoints.find_newest(folder)
+    return Result(folder, last, checkpoint.folder if checkpoint else None, error, stopped[0] if stopped else None)
 
 
 def fit(
@@ -163,31 +160,49 @@ def fit(
     mailbox: Any,
     watch: Callable[[Event], None],
     *,
-    engine: str = "jax",
+    recipe: Recipe | None = None,
     callbacks: Sequence[Any] = (),
+    poll: Callable[[], None] = lambda: None,
 ) -> BaseException | None:
     """Run a function in every worker; `watch` sees the mailbox's events as they come. What went wrong, if anything."""
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # Ray's 2 s are felt at a run's start and end
+    if workers.is_elastic:  # Ray waits a minute for nodes that are gone; it is for them to come, not for code to start
+        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
     ensure_room(workers, lambda text: watch({"event": "waiting", "text": text}))
     home, _, name = run_folder.rpartition("/")
-    trainer = DataParallelTrainer(
+    filesystem, path = storage.filesystem(home) if storage.is_remote(home) else (None, home)
+    engine = recipe.engine if recipe else "jax"
+    trainer = Trainer(
         function,
         train_loop_config=config,
         backend_config=JaxConfig(use_tpu=True) if workers.accelerator == "tpu" else Processes(engine),
         scaling_config=workers.scaling(),
-        run_config=RunConfig(  # type: ignore[arg-type]  # Ray's annotation names the older class
-            name=name, storage_path=home, worker_runtime_env=workers.runtime_env, callbacks=[*callbacks] or None
+        run_config=RunConfig(
+            name=name,
+            storage_path=path,
+            storage_filesystem=filesystem,
+            worker_runtime_env=workers.runtime_env,
+            callbacks=[*callbacks] or None,
+            failure_config=FailureConfig(max_failures=recipe.cluster.max_faults if recipe else 0),
         ),
+        mailbox=mailbox,
+        hang_after=recipe.training.hang_after if recipe else None,
     )
+    verdicts: list[str] = []
 
-    def poll() -> None:
+    def pass_on() -> None:
         for event in ray.get(mailbox.take.remote()):
-            watch(event)
+            if event.get("event") == "verdict":
+                verdicts.append(event["text"])
+            else:
+                watch(event)
+        poll()
 
-    return _fit(trainer, poll)
+    error = _fit(trainer, pass_on)
+    return RaygptError(verdicts[0]) if verdicts else error
 
 
-def _fit(trainer: DataParallelTrainer, poll: Callable[[], None]) -> BaseException | None:
+def _fit(trainer: Trainer, poll: Callable[[], None]) -> BaseException | None:
     """`fit` in a thread of its own, where its handler for Ctrl-C cannot be set; events are shown meanwhile."""
     failure: list[BaseException] = []
 
@@ -203,17 +218,7 @@ def _fit(trainer: DataParallelTrainer, poll: Callable[[], None]) -> BaseExceptio
         thread.join(POLL_S)
         poll()
     poll()
-    return _told(failure[0]) if failure else None
-
-
-def _told(error: BaseException) -> BaseException:
-    """What a worker itself raised, out of what Ray wraps around it; a RaygptError before what followed from it."""
-    failures = getattr(error, "worker_failures", {}).values()
-    causes: list[BaseException] = [getattr(failure, "cause", None) or failure for failure in failures]
-    for cause in causes:
-        if isinstance(cause, RaygptError):
-            return RaygptError(str(cause).splitlines()[0])
-    return next(iter(causes), error)
+    return told(failure[0]) if failure else None
 
 
 class RowsByRank(DataConfig):

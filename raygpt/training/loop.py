@@ -12,18 +12,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from raygpt.config import Recipe
-from raygpt.corpus import tokenizers
-from raygpt.corpus.feed import Feed
 from raygpt.corpus.order import window_count
 from raygpt.corpus.store import TokenStream
-from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.engines import read_weights
 from raygpt.engines.base import Engine
 from raygpt.errors import RaygptError
@@ -31,39 +25,12 @@ from raygpt.inference.sampling import sample
 from raygpt.training import checkpoints
 from raygpt.training.checkpoints import Checkpoint
 from raygpt.training.metrics import mfu
-from raygpt.training.session import Event, Session
+from raygpt.training.saving import Saving
+from raygpt.training.session import Event, Orders, Session
+from raygpt.training.task import Task
 
 AHEAD = 2  # batches on the device before they are needed
 SAMPLE_TOKENS = 200
-
-
-@dataclass(frozen=True)
-class Task:
-    """What to train, as every worker gets it."""
-
-    recipe: Recipe
-    feed: Feed
-    val: tuple[TokenStream, ...]
-    run_folder: str
-    start_from: Checkpoint | None = None  # another run's
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        return tokenizers.load(self.run_folder)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a checkpoint belongs to."""
-        return {
-            "engine": self.recipe.engine,
-            "recipe": self.recipe.to_dict(),
-            "tokenizer": tokenizers.fingerprint(self.tokenizer),
-            "data": [stream.index.fingerprint for stream in self.feed.streams],
-        }
-
-    @property
-    def flops_per_token(self) -> int:
-        return self.recipe.model.flops_per_token(self.tokenizer.vocab)
 
 
 class Loop:
@@ -74,27 +41,38 @@ class Loop:
         self._training, self._steps = task.recipe.training, task.recipe.steps
         self._save_every, self._eval_every = int(self._training.checkpoint_every), int(self._training.eval_every)
         self._about = engine.describe()
-        self._saving: tuple[int, Any] | None = None  # the step whose checkpoint is being written, and its metrics
+        self._saving = Saving(task, engine, session, self._check)
+        self._spikes = 0.0  # that are known of
 
     def run(self) -> Any:
-        """Train from where the run stands to the last step; the final state comes back."""
+        """Train from where the run stands to the last step, or until it is stopped; the final state comes back."""
         state, first = self._begin()
         log = Log(self._record)
         for step, batch in enumerate(self._batches(first, log), start=first + 1):
+            self._task.faults.strike(step, self._session.rank)
             state, metrics = self._engine.step(state, batch)
-            last = step == self._steps
+            self._session.beat(step)
             if step == first + 1:  # it is compiled here, which is no measure of speed
                 self._engine.read(metrics)
                 log.restart(step)
-            if step % self._training.log_every == 0 or last:
+            orders = Orders()
+            if step % self._training.log_every == 0 or step == self._steps:
                 log.put(step, metrics)
-            if step % self._save_every == 0 or last:
-                self._save(state, step, metrics)
-            if self._is_evaluated(step):
+                orders = self._session.orders()
+            is_end = step == self._steps or orders.stop
+            if step % self._save_every == 0 or is_end or orders.save:
+                self._saving.begin(state, step, metrics)
+            if self._is_evaluated(step) and not orders.stop:  # one that is stopped makes up for it when it goes on
                 log.flush()
                 self._evaluate(state, step)
                 log.restart(step)
-        self._finish_save()
+            self._saving.look()
+            if is_end:
+                log.flush()
+                self._saving.finish(state, step, metrics)
+                self._session.emit({"event": "stopped" if orders.stop else "finished", "step": step})
+                break
+        self._session.close()
         return state
 
     def _is_evaluated(self, step: int) -> bool:
@@ -102,10 +80,8 @@ class Loop:
 
     def _begin(self) -> tuple[Any, int]:
         """The state and step to go on from: the newest whole checkpoint's, another run's, or those before step 1."""
-        self._session.emit({"event": "start", **self._about})
-        checkpoint, warnings = checkpoints.newest(self._task.run_folder)
-        for warning in warnings:
-            self._session.emit({"event": "warning", "text": warning})
+        self._session.emit({"event": "start", **self._about, "workers": str(self._session.workers)})
+        checkpoint = self._newest()
         source = checkpoint or self._task.start_from
         step = source.step if source else 0
         self._session.resume(step)
@@ -113,38 +89,30 @@ class Loop:
             self._session.emit({"event": "resume", "step": step, "folder": source.folder, "fork": checkpoint is None})
         state = self._restore(source) if source else self._engine.start()
         is_due = self._is_evaluated(step) or checkpoint is None
-        if is_due and step not in checkpoints.scores(self._task.run_folder):  # or it was killed between save and score
-            self._evaluate(state, step)
+        if is_due and self._session.decide(lambda: step not in checkpoints.scores(self._task.run_folder)):
+            self._evaluate(state, step)  # the first time, or it was killed between save and score
         return state, step
+
+    def _newest(self) -> Checkpoint | None:
+        """The run's newest whole checkpoint, which rank 0 looks for: reading all of it to be sure takes a while."""
+
+        def look() -> int:
+            found, warnings = checkpoints.newest(self._task.run_folder)
+            for warning in warnings:
+                self._session.emit({"event": "warning", "text": warning})
+            checkpoints.sweep(self._task.run_folder)
+            return found.step if found else -1
+
+        step = self._session.decide(look)
+        return None if step < 0 else Checkpoint(step, checkpoints.folder_of(self._task.run_folder, step))
 
     def _restore(self, checkpoint: Checkpoint) -> Any:
         """The state of a checkpoint; one that the other engine wrote comes by way of plain arrays."""
-        writer = checkpoints.facts(checkpoint)["engine"]
+        writer, folder = checkpoints.facts(checkpoint)["engine"], checkpoints.on_this_node(checkpoint)
         if writer == self._task.recipe.engine:
-            return self._engine.restore(checkpoint.folder)
+            return self._engine.restore(folder)
         model, vocab = self._task.recipe.model, self._task.tokenizer.vocab
-        return self._engine.load(read_weights(writer, checkpoint.folder, model, vocab))
-
-    def _save(self, state: Any, step: int, metrics: Any) -> None:
-        """Begin to save; what was begun before is finished first."""
-        self._finish_save()
-        self._engine.save(state, checkpoints.folder_of(self._task.run_folder, step))
-        self._saving = step, metrics
-
-    def _finish_save(self) -> None:
-        """Commit what is written, unless the step that it follows was not a number: then it is no good state."""
-        if self._saving is None:
-            return
-        (step, metrics), self._saving = self._saving, None
-        self._engine.wait_for_save()
-        self._check(step, self._engine.read(metrics))
-        folder = checkpoints.folder_of(self._task.run_folder, step)
-        self._session.committed(folder, lambda: self._commit(folder, step))
-
-    def _commit(self, folder: str, step: int) -> None:
-        checkpoints.commit(folder, step, self._task.facts)
-        checkpoints.prune(self._task.run_folder, self._task.recipe.run)
-        self._session.emit({"event": "checkpoint", "step": step, "folder": folder})
+        return self._engine.load(read_weights(writer, folder, model, vocab))
 
     def _check(self, step: int, metrics: dict[str, float]) -> None:
         """Loss and gradient are numbers, or the run ends here, with the checkpoints that it has.
@@ -160,6 +128,19 @@ class Loop:
             "schedule.warmup_steps, or write training.on_nan: skip to leave such steps out"
         )
 
+    def _check_spikes(self, step: int, found: float) -> None:
+        """Say so, or end, where steps since the last that was logged were far off."""
+        news, self._spikes = found - self._spikes, found
+        if news <= 0 or self._training.on_spike not in ("warn", "stop"):
+            return
+        text = f"loss or gradient norm was {self._training.spike_sigmas:g} standard deviations above what is usual"
+        if self._training.on_spike == "stop":
+            raise RaygptError(
+                f"{text}, at or before step {step}; the checkpoints before it are whole. Lower "
+                "optimizer.learning_rate, or write training.on_spike: skip to leave such steps out"
+            )
+        self._session.emit({"event": "warning", "text": f"{text} in {news:.0f} of the steps up to {step}"})
+
     def _batches(self, first: int, log: "Log") -> Iterator[Any]:
         """The batch of every step from the first on, read ahead. Step n, counted from 1, consumes batch n-1."""
         rows = self._engine.rows
@@ -172,8 +153,10 @@ class Loop:
         """Log a step when the device has done it."""
         read = self._engine.read(metrics)
         self._check(step, read)
-        if not read.get("skipped"):
-            read.pop("skipped", None)
+        self._check_spikes(step, read["spikes"])
+        for count in ("skipped", "spikes"):
+            if not read[count]:
+                read.pop(count)
         event: Event = {"step": step, **read, "tokens": step * self._training.batch_tokens}
         steps_per_s = clock.lap(step)
         if steps_per_s:  # none for the first step, which is compiled
@@ -184,21 +167,27 @@ class Loop:
 
     def _evaluate(self, state: Any, step: int) -> None:
         """Loss over the validation set, or the part that the recipe says; and a sample of what the model writes."""
-        losses = [
-            self._engine.score(state, windows)
-            for windows in val_windows(
-                self._task.val, self._engine.context, self._engine.micro_rows, self._training.eval_rows
-            )
-        ]
+        losses = []
+        context, rows = self._engine.context, self._engine.micro_rows
+        for windows in val_windows(self._task.val, context, rows, self._training.eval_rows):
+            losses.append(self._engine.score(state, windows))
+            self._session.beat(step)
         loss = float(np.concatenate(losses).mean(dtype=np.float64)) if losses else None
         if loss is not None:
             self._session.record({"step": step, "val_loss": loss})
-        self._session.once(lambda: self._remember(step, loss))
+        if self._session.rank == 0:
+            self._remember(step, loss)
         self._session.emit({"event": "sample", "step": step, "text": self._sample(state)})
 
     def _remember(self, step: int, loss: float | None) -> None:
-        checkpoints.write_score(self._task.run_folder, step, loss)
-        checkpoints.prune(self._task.run_folder, self._task.recipe.run)
+        """Beside the checkpoints, for the choice of those that are kept; a storage that fails just now is no reason to
+        end a run."""
+        try:
+            checkpoints.write_score(self._task.run_folder, step, loss)
+            checkpoints.prune(self._task.run_folder, self._task.recipe.run)
+        except (OSError, RaygptError) as error:
+            text = f"the validation loss of step {step} could not be kept ({error}); training goes on"
+            self._session.emit({"event": "warning", "text": text})
 
     def _sample(self, state: Any) -> str:
         tokenizer = self._task.tokenizer

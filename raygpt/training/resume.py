@@ -17,7 +17,10 @@ FREE = (
     "run.",
     "track.",
     *(f"training.{key}" for key in ("log_every", "eval_every", "eval_rows", "checkpoint_every", "on_nan")),
-    *(f"training.{key}" for key in ("compile", "remat", "accumulation")),
+    *(
+        f"training.{key}"
+        for key in ("deterministic", "compile", "remat", "accumulation", "hang_after", "on_spike", "spike_sigmas")
+    ),
 )
 
 LENGTHS = ("training.steps", "training.epochs")  # a run may go on for longer
@@ -38,7 +41,7 @@ def check(run_folder: str, recipe: Recipe, force: bool) -> int:
             f"{run_folder} is a run of another recipe ({differences}); set run.name to begin a new one, "
             "or add --force to go on with this one all the same"
         )
-    checkpoint, _ = checkpoints.newest(run_folder)
+    checkpoint = checkpoints.find_newest(run_folder)
     return checkpoint.step if checkpoint else 0
 
 

@@ -1,20 +1,24 @@
 """What a recipe's `cluster` asks of Ray: how many workers with what, and whether the cluster can give it."""
 
 import math
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import ray
 from ray.train.v2.api.config import ScalingConfig
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray.util.tpu import get_num_tpu_slices, get_tpu_worker_resources
 
+from raygpt import storage
 from raygpt.cluster import has_autoscaler
 from raygpt.config import Cluster
 from raygpt.errors import RaygptError
 
 Accelerator = Literal["cpu", "gpu", "tpu"]
 Resources = dict[str, float]
+RESIZED_S = 30.0  # between two looks for nodes that an elastic run could grow onto
 
 
 @dataclass(frozen=True)
@@ -51,20 +55,25 @@ class Workers:
                 "write e.g. cluster.topology: 4x4 and cluster.accelerator_type: TPU-V6E"
             ) from None
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether there may be more or fewer of them as the run goes on."""
+        return self.cluster.min_workers < self.cluster.max_workers
+
     def scaling(self) -> ScalingConfig:
         """The same for Ray Train."""
         cluster = self.cluster
-        elastic = cluster.min_workers < cluster.max_workers
         auto = "SPREAD" if self.accelerator == "tpu" else "PACK"
         try:
             return ScalingConfig(
-                num_workers=(cluster.min_workers, cluster.max_workers) if elastic else cluster.max_workers,
+                num_workers=(cluster.min_workers, cluster.max_workers) if self.is_elastic else cluster.max_workers,
                 use_gpu=self.accelerator == "gpu",
                 use_tpu=self.accelerator == "tpu",
                 resources_per_worker=self.resources,
                 accelerator_type=cluster.accelerator_type,
                 topology=cluster.topology,
                 placement_strategy=auto if cluster.placement == "auto" else cluster.placement,
+                elastic_resize_monitor_interval_s=RESIZED_S,
             )
         except ValueError as error:  # a number of workers that does not fill the slice
             raise RaygptError(f"cluster: {' '.join(str(error).split())}") from None
@@ -120,10 +129,45 @@ def ensure_room(workers: Workers, say: Callable[[str], None]) -> None:
     raise RaygptError(f"cluster.workers: {workers} do not fit: the cluster has room for {room} ({_has()}); {remedy}")
 
 
+def ensure_shared(run_folder: str) -> None:
+    """Refuse a storage that the nodes do not share: each has to find what is written here. Names say nothing: NFS looks
+    like any folder."""
+    here = ray.get_runtime_context().get_node_id()
+    others = [node for node in _alive() if node["NodeID"] != here]
+    if not others:
+        return
+    uri = storage.join(run_folder, f"shared-{uuid.uuid4().hex[:8]}")
+    storage.write_bytes(uri, b"")
+    try:
+        ask = ray.remote(num_cpus=0)(storage.exists)
+        asked = {node["NodeManagerHostname"]: ask.options(scheduling_strategy=_at(node)).remote(uri) for node in others}
+        for node, found in asked.items():
+            if not ray.get(found, timeout=120):
+                raise RaygptError(not_shared(run_folder, node))
+    finally:
+        storage.delete(uri)
+
+
+def not_shared(run_folder: str, node: str) -> str:
+    """The one line for a node that does not see what the driver wrote."""
+    return (
+        f"run.storage: {run_folder} is not the same folder on node {node}; write a folder that all nodes share (NFS), "
+        "or s3://bucket/path"
+    )
+
+
+def _at(node: dict[str, Any]) -> Any:
+    return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+
+
+def _alive() -> list[dict[str, Any]]:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node for node in nodes if node["Alive"]]
+
+
 def _nodes() -> list[Resources]:
     """The resources of every node."""
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return [node["Resources"] for node in nodes if node["Alive"]]
+    return [node["Resources"] for node in _alive()]
 
 
 def _has() -> str:

@@ -1,19 +1,34 @@
 """What a worker knows of the outside: its rank, its run directory, and who watches. On Ray, or in this process."""
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from raygpt import storage
+from raygpt.errors import RaygptError
+from raygpt.training.watchdog import Watchdog
 
 Event = dict[str, Any]
 METRICS = "metrics.jsonl"
+REPORTED_S = 5.0  # at least so long between two checkpoints that Ray is told of: each time all workers wait for it
+UPLOADED_S = 10.0  # at least so long between two uploads of the metrics, and a hundred times as long as one takes
+
+
+class Orders(NamedTuple):
+    """What the outside wants of all workers."""
+
+    stop: bool = False  # save, and end
+    save: bool = False  # save, and go on: a node is about to be lost, or more workers wait to join
 
 
 class Session(Protocol):
-    """The loop's way out. Only rank 0 speaks, and nothing here waits for an answer."""
+    """The loop's way out. Only rank 0 speaks."""
+
+    rank: int
+    workers: int
 
     def emit(self, event: Event) -> None:
         """Tell whoever watches."""
@@ -27,16 +42,32 @@ class Session(Protocol):
         """Begin, or go on, after a step: what the metrics say of later ones is about to be said again."""
         ...
 
-    def committed(self, folder: str, commit: Callable[[], None]) -> None:
-        """A checkpoint is written: commit it once, and tell Ray, which does not copy it."""
+    def beat(self, step: int) -> None:
+        """This step is taken, or something after it: the worker is not stuck."""
         ...
 
-    def once(self, work: Callable[[], None]) -> None:
-        """Do something in one worker only."""
+    def orders(self) -> Orders:
+        """What is wanted, the same in every worker: all ask after the same steps."""
         ...
 
-    def agree(self, value: int) -> int:
-        """Rank 0's value, in every worker."""
+    def decide(self, what: Callable[[], int]) -> int:
+        """What rank 0 finds, in every worker."""
+        ...
+
+    def tell(self, step: int, part: dict[str, Any]) -> None:
+        """This worker's part of a checkpoint is written, or it says why not."""
+        ...
+
+    def told(self, step: int) -> dict[int, dict[str, Any]]:
+        """What the workers have told of a checkpoint so far, by rank."""
+        ...
+
+    def saved(self, step: int, folder: str) -> None:
+        """A checkpoint is whole."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will be said."""
         ...
 
 
@@ -45,6 +76,10 @@ class LocalSession:
     """A single process: what was said is kept."""
 
     events: list[Event] = field(default_factory=list)
+    wanted: list[Orders] = field(default_factory=list)  # to be given, one after another
+    rank: int = 0
+    workers: int = 1
+    _told: dict[int, dict[int, Any]] = field(default_factory=dict)
 
     def emit(self, event: Event) -> None:
         self.events.append(event)
@@ -55,29 +90,48 @@ class LocalSession:
     def resume(self, step: int) -> None:
         self.events = [event for event in self.events if event.get("step", 0) <= step]
 
-    def committed(self, folder: str, commit: Callable[[], None]) -> None:
-        commit()
+    def beat(self, step: int) -> None:
+        pass
 
-    def once(self, work: Callable[[], None]) -> None:
-        work()
+    def orders(self) -> Orders:
+        return self.wanted.pop(0) if self.wanted else Orders()
 
-    def agree(self, value: int) -> int:
-        return value
+    def decide(self, what: Callable[[], int]) -> int:
+        return what()
+
+    def tell(self, step: int, part: dict[str, Any]) -> None:
+        self._told[step] = {0: part}
+
+    def told(self, step: int) -> dict[int, dict[str, Any]]:
+        return self._told.get(step, {})
+
+    def saved(self, step: int, folder: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class RaySession:
     """A worker of Ray Train. Metrics go into the run directory; an actor holds them for the driver."""
 
-    def __init__(self, run_folder: str, mailbox: Any):
+    def __init__(self, run_folder: str, mailbox: Any, watchdog: Watchdog):
         import ray.train
 
-        self.rank = int(ray.train.get_context().get_world_rank())
-        self._mailbox = mailbox
-        self._metrics = MetricsFile(run_folder)
+        context = ray.train.get_context()
+        self.rank, self.workers = int(context.get_world_rank()), int(context.get_world_size())
+        self._mailbox, self._watchdog = mailbox, watchdog
+        self._metrics = MetricsFile(run_folder, self._warn)
+        self._preempted: Any = None  # the last that is known of nodes about to be lost
+        self._whole: str | None = None  # a checkpoint that Ray does not know of yet
+        self._reported = 0.0
 
     def emit(self, event: Event) -> None:
         if self.rank == 0:
             self._mailbox.put.remote(event)
+
+    def _warn(self, text: str) -> None:
+        self.emit({"event": "warning", "text": text})
 
     def record(self, metrics: Event) -> None:
         if self.rank == 0:
@@ -87,71 +141,141 @@ class RaySession:
 
     def resume(self, step: int) -> None:
         if self.rank == 0:
-            self._metrics.keep_until(step)
+            import ray
 
-    def committed(self, folder: str, commit: Callable[[], None]) -> None:
+            ray.get(self._mailbox.begin.remote())
+            if self._metrics.keep_until(step):
+                self.record({"step": step, "restart": True})
+
+    def beat(self, step: int) -> None:
+        self._watchdog.feed()
+        if self.rank == 0:
+            self._mailbox.beat.remote(step)
+
+    def orders(self) -> Orders:
+        """Two collectives of Ray's, of about a millisecond each."""
+        import ray.train
+
+        stop, save, report = self._broadcast(self._wanted() if self.rank == 0 else None)
+        if report:
+            self._report(str(report))
+        preempted = ray.train.get_preemption_info()
+        is_news, self._preempted = preempted is not None and preempted != self._preempted, preempted
+        if is_news:
+            self._warn("a node is about to be lost: saving before it goes")
+        return Orders(stop, save or is_news)
+
+    def _wanted(self) -> tuple[bool, bool, str | None]:
+        """Rank 0: what the driver and the controller wish, and the checkpoint that Ray is to be told of."""
+        import ray
+
+        wishes = ray.get(self._mailbox.take_wishes.remote())
+        is_time = time.monotonic() - self._reported > REPORTED_S
+        report, self._whole = (self._whole, None) if is_time else (None, self._whole)
+        return "stop" in wishes, "save" in wishes, report
+
+    def _report(self, folder: str) -> None:
+        """Ray is told where it lies, and copies nothing."""
         import ray.train
         from ray.train import Checkpoint, CheckpointUploadMode
 
-        checkpoint = None
-        if self.rank == 0:
-            commit()
-            checkpoint = Checkpoint.from_directory(folder)
+        self._reported = time.monotonic()
+        filesystem, path = storage.filesystem(folder) if storage.is_remote(folder) else (None, folder)
+        checkpoint = Checkpoint(path, filesystem) if self.rank == 0 else None
         ray.train.report({}, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
 
-    def once(self, work: Callable[[], None]) -> None:
-        if self.rank == 0:
-            work()
-
-    def agree(self, value: int) -> int:
+    def _broadcast(self, value: Any) -> Any:
         from ray.train.collective import broadcast_from_rank_zero
 
-        return int(broadcast_from_rank_zero(value))
+        return broadcast_from_rank_zero(value)
+
+    def decide(self, what: Callable[[], int]) -> int:
+        return int(self._broadcast(what() if self.rank == 0 else None))
+
+    def tell(self, step: int, part: dict[str, Any]) -> None:
+        self._mailbox.tell.remote(step, self.rank, part)
+
+    def told(self, step: int) -> dict[int, dict[str, Any]]:
+        import ray
+
+        told: dict[int, dict[str, Any]] = ray.get(self._mailbox.told.remote(step))
+        return told
+
+    def saved(self, step: int, folder: str) -> None:
+        self._whole = folder
+        self._mailbox.saved.remote(step)
+
+    def close(self) -> None:
+        """Ray hears of the last checkpoint, and the metrics are all where they belong."""
+        report = self._broadcast(self._whole)
+        if report:
+            self._report(report)
+        if self.rank == 0:
+            self._metrics.flush()
+        self._watchdog.stop()
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one object a line. An object store cannot append, so there the whole file is written anew."""
+    """`metrics.jsonl`: one object a line. An object store cannot append: there the whole file is put, now and then.
 
-    def __init__(self, run_folder: str):
+    A storage that fails for a while costs a warning: the lines are kept, and written with the next ones.
+    """
+
+    def __init__(self, run_folder: str, warn: Callable[[str], None] = lambda text: None):
         self._uri = storage.join(run_folder, METRICS)
-        self._lines: list[str] = []
+        self._is_remote = storage.is_remote(run_folder)
+        self._lines: list[str] = []  # not written yet; in an object store: all
+        self._warn, self._is_failing, self._next_upload = warn, False, 0.0
 
-    def keep_until(self, step: int) -> None:
-        """Drop what was logged after a step, before the run goes on from there."""
+    def keep_until(self, step: int) -> bool:
+        """Drop what was logged after a step, before the run goes on from there; whether there was anything."""
         lines = storage.read_bytes(self._uri).decode().splitlines(keepends=True) if storage.exists(self._uri) else []
-        whole = (line for line in lines if line.endswith("\n"))  # a killed process may leave half a line
-        self._lines = [line for line in whole if json.loads(line)["step"] <= step]
-        storage.write_bytes(self._uri, "".join(self._lines).encode())
+        kept = [line for line in lines if (logged := _read(line)) and logged["step"] <= step]
+        storage.write_bytes(self._uri, "".join(kept).encode())
+        self._lines = kept if self._is_remote else []
+        return bool(lines)
 
     def append(self, metrics: Event) -> None:
-        line = json.dumps(metrics) + "\n"
-        if storage.is_remote(self._uri):
-            self._lines.append(line)
+        self._lines.append(json.dumps(metrics) + "\n")
+        if not self._is_remote or time.monotonic() > self._next_upload:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is not written yet."""
+        try:
+            self._write()
+            self._is_failing = False
+        except (OSError, RaygptError) as error:
+            if not self._is_failing:
+                self._warn(f"metrics cannot be written ({error}); they are kept, and training goes on")
+            self._is_failing = True
+
+    def _write(self) -> None:
+        if self._is_remote:
+            started = time.monotonic()
             storage.write_bytes(self._uri, "".join(self._lines).encode())
+            took = time.monotonic() - started
+            self._next_upload = time.monotonic() + max(UPLOADED_S, 100 * took)
             return
         with open(self._uri, "a") as file:  # noqa: PTH123
-            file.write(line)
+            file.write("".join(self._lines))
+        self._lines.clear()
+
+
+def _read(line: str) -> Event | None:
+    """A line of metrics; None for what a killed process, or a disk that was full, has left of one."""
+    with contextlib.suppress(ValueError):
+        logged = json.loads(line)
+        if isinstance(logged, dict) and "step" in logged and line.endswith("\n"):
+            return logged
+    return None
 
 
 def last_metrics(run_folder: str) -> Event:
     """The last value of each metric that a run has logged."""
     uri = storage.join(run_folder, METRICS)
     last: Event = {}
-    for line in storage.read_bytes(uri).splitlines() if storage.exists(uri) else []:
-        last.update(json.loads(line))
+    for line in storage.read_bytes(uri).decode().splitlines(keepends=True) if storage.exists(uri) else []:
+        last.update(_read(line) or {})
+    last.pop("restart", None)
     return last
-
-
-class Mailbox:
-    """An actor that holds events until the driver asks for them."""
-
-    def __init__(self) -> None:
-        self._events: list[Event] = []
-
-    def put(self, event: Event) -> None:
-        self._events.append(event)
-
-    def take(self) -> list[Event]:
-        """All events since the last call."""
-        events, self._events = self._events, []
-        return events

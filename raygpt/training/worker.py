@@ -1,6 +1,8 @@
 """What every worker of a run does: make the engine for the devices that there are, and run the loop."""
 
 import logging
+import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -8,40 +10,62 @@ from raygpt import storage
 from raygpt.config import Recipe
 from raygpt.engines import engine_of
 from raygpt.engines.base import Engine
-from raygpt.training.loop import Loop, Task
+from raygpt.errors import RaygptError
+from raygpt.training.loop import Loop
 from raygpt.training.plan import split_batch
+from raygpt.training.resume import RECIPE
+from raygpt.training.scaling import not_shared
 from raygpt.training.session import RaySession, Session
+from raygpt.training.task import Task
+from raygpt.training.watchdog import Watchdog
 
 LOGS = "logs"
 
 
 def work(config: dict[str, Any]) -> None:
     """The function that Ray Train runs in each worker."""
+    import ray.train
+
     task: Task = config["task"]
-    session = RaySession(task.run_folder, config["mailbox"])
-    log_to(task.run_folder, f"worker-{session.rank}.log")
+    _find_run(task.run_folder)
+    log = log_to(task.run_folder, f"worker-{ray.train.get_context().get_world_rank()}.log")
+    watchdog = Watchdog(task.recipe.training.hang_after, log)
+    session = RaySession(task.run_folder, config["mailbox"], watchdog)
     engine = make_engine(task.recipe, task.tokenizer.vocab, session)
     Loop(task, engine, session).run()
+
+
+def _find_run(run_folder: str) -> None:
+    """A node that came later may not share the run's storage."""
+    if not storage.exists(storage.join(run_folder, RECIPE)):
+        raise RaygptError(not_shared(run_folder, socket.gethostname()))
 
 
 def make_engine(recipe: Recipe, vocab: int, session: Session) -> Engine:
     """The recipe's engine; a batch is cut so that it fits, and every worker cuts it alike."""
     module = engine_of(recipe.engine)
-    module.set_up()
+    module.set_up(recipe.training.deterministic)
     split = split_batch(recipe, vocab, module.find_devices(recipe))
     session.emit({"event": "split", "text": str(split)})
-    engine: Engine = module.Engine(recipe, vocab, accumulation=session.agree(split.accumulation))
+    engine: Engine = module.Engine(recipe, vocab, accumulation=session.decide(lambda: split.accumulation))
     return engine
 
 
-def log_to(run_folder: str, name: str) -> None:
-    """What libraries have to say goes into the run's logs, not between its lines."""
+def log_to(run_folder: str, name: str) -> Path:
+    """What libraries have to say goes into the run's logs, not between its lines.
+
+    A file on s3 cannot be appended to: it is kept on the node, and what an earlier worker left there is uploaded.
+    """
     if storage.is_remote(run_folder):
-        return  # a file on s3 cannot be appended to; Ray keeps a log of each worker
-    path = Path(run_folder, LOGS, name)
+        path = Path(tempfile.gettempdir(), "raygpt-logs", storage.digest(run_folder), name)
+        if path.exists():
+            storage.write_bytes(storage.join(run_folder, LOGS, name), path.read_bytes())
+    else:
+        path = Path(run_folder, LOGS, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.INFO)
+    return path

@@ -326,3 +326,20 @@ def test_from_the_hub_to_a_store(tmp_path: Path) -> None:
 
 def of_bytes(documents: list[str]) -> list[int]:
     return [token for text in documents for token in [*text.encode(), 256]]
+
+
+# Evaluation sets
+
+
+def test_tasks_are_found_by_name(hub: Hub) -> None:
+    from raygpt.evaluation.tasks import read_items
+
+    item = {"activity_label": "A", "ctx_a": "b", "ctx_b": "c", "ctx": "b c", "endings": ["d", "e"], "label": "0"}
+    stream = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist([item] * 3), stream)
+    hub.commit("Rowan/hellaswag", {"data/validation-00000-of-00001.parquet": stream.getvalue()})
+    assert read_items("hellaswag", None, 2) == [item] * 2
+    hub.commit("EleutherAI/lambada_openai", {"data/lambada_test.jsonl": b"{}"})
+    converted = {"default/test/0000.parquet": parquet("one two"), "de/test/0000.parquet": parquet("eins zwei")}
+    hub.commit("EleutherAI/lambada_openai", converted, "refs/convert/parquet")
+    assert [found["text"] for found in read_items("lambada", None)] == ["one two"]

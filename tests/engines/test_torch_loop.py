@@ -10,8 +10,9 @@ from raygpt.corpus.feed import Feed  # noqa: E402
 from raygpt.corpus.nanogpt import open_nanogpt  # noqa: E402
 from raygpt.engines.torch.engine import TorchEngine  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
-from raygpt.training.loop import Loop, Task  # noqa: E402
+from raygpt.training.loop import Loop  # noqa: E402
 from raygpt.training.session import LocalSession  # noqa: E402
+from raygpt.training.task import Task  # noqa: E402
 
 CONTEXT, ROWS = 16, 4
 PATTERN = np.frombuffer(b"the cat sat on the mat; ", dtype=np.uint8)

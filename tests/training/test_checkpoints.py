@@ -15,10 +15,11 @@ def run(tmp_path):
 
     def make(losses):
         for number, loss in enumerate(losses, start=1):
-            folder = tmp_path / "checkpoints" / f"step-{number * 10:08d}"
-            folder.mkdir(parents=True)
-            (folder / "state").write_text(f"state {number}")
-            checkpoints.commit(str(folder), number * 10, {"engine": "jax"})
+            part = checkpoints.parts_of(str(tmp_path)) / "0"
+            part.mkdir(parents=True)
+            (part / "state").write_text(f"state {number}")
+            folder = checkpoints.folder_of(str(tmp_path), number * 10)
+            checkpoints.commit(folder, number * 10, {"engine": "jax"}, checkpoints.publish(part, folder))
             if loss is not None:
                 checkpoints.write_score(str(tmp_path), number * 10, loss)
         return str(tmp_path)

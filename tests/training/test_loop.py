@@ -15,8 +15,9 @@ from raygpt.corpus.nanogpt import open_nanogpt
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.training import checkpoints
-from raygpt.training.loop import Loop, Task, read_ahead, val_windows
-from raygpt.training.session import LocalSession
+from raygpt.training.loop import Loop, read_ahead, val_windows
+from raygpt.training.session import LocalSession, Orders
+from raygpt.training.task import Task
 
 CONTEXT, ROWS, VOCAB = 16, 4, 257
 PATTERN = np.frombuffer(b"the cat sat on the mat; ", dtype=np.uint8)  # 24 tokens: no window is like the next
@@ -50,10 +51,10 @@ class FakeEngine:
 
     context = CONTEXT
 
-    def __init__(self, rows=(0, 1, 2, 3), step_s=0.0, micro_rows=4, losses=None):
+    def __init__(self, rows=(0, 1, 2, 3), step_s=0.0, micro_rows=4, losses=None, spikes=None):
         self.rows, self._step_s, self.micro_rows = list(rows), step_s, micro_rows
         self.batches, self.scored, self.done_at = [], [], []
-        self._losses = losses or {}
+        self._losses, self._spikes = losses or {}, spikes or {}
 
     def start(self):
         return 0
@@ -82,7 +83,7 @@ class FakeEngine:
 
     def read(self, metrics):
         loss = self._losses.get(metrics, float(metrics))
-        return {"loss": loss, "grad_norm": 0.5, "lr": 0.1, "skipped": 0.0}
+        return {"loss": loss, "grad_norm": 0.5, "lr": 0.1, "skipped": 0.0, "spikes": self._spikes.get(metrics, 0.0)}
 
     def score(self, state, windows):
         self.scored.append(windows)
@@ -98,9 +99,9 @@ class FakeEngine:
         return {"device": "cpu", "devices": "1"}
 
 
-def run(task, engine):
+def run(task, engine, orders=()):
     """The events of a run: of the start, of train and of validation; others may come between."""
-    session = LocalSession()
+    session = LocalSession(wanted=list(orders))
     Loop(task, engine, session).run()
     return session.events
 
@@ -321,6 +322,105 @@ def test_bad_steps_that_the_engine_leaves_out_do_not_end_the_run(make_task):
     assert kinds(events)[-1] == ("val", 10)
 
 
+@pytest.mark.parametrize(("policy", "warns", "ends"), [("warn", True, False), ("stop", False, True)])
+def test_a_spike_is_told_of_or_ends_the_run(make_task, policy, warns, ends):
+    engine = FakeEngine(spikes=dict.fromkeys(range(5, 11), 2.0))
+    expected = (
+        pytest.raises(RaygptError, match=r"before step 6; .*on_spike: skip") if ends else contextlib.nullcontext()
+    )
+    events = []
+    with expected:
+        events = run(make_task(**{"training.on_spike": policy}), engine)
+    told = [event["text"] for event in events if event.get("event") == "warning"]
+    assert told == (
+        ["loss or gradient norm was 6 standard deviations above what is usual in 2 of the steps up to 6"] * warns
+    )
+
+
+# Stopping, and saving when it is asked for
+
+
+def test_a_run_that_is_told_to_stop_saves_and_goes_on_from_there(make_task):
+    task = make_task(**{"training.checkpoint_every": 100})
+    events = run(task, FakeEngine(), [Orders(), Orders(stop=True)])  # asked after steps 3 and 6
+    assert events[-1] == {"event": "stopped", "step": 6}
+    assert checkpoints.newest(task.run_folder)[0].step == 6
+    engine = FakeEngine()
+    assert run(task, engine)[-1] == {"event": "finished", "step": 10}
+    assert len(engine.batches) == 4
+
+
+def test_a_validation_that_a_stop_left_out_is_made_up_for(make_task):
+    task = make_task(**{"training.eval_every": 3})
+    assert ("val", 3) not in kinds(run(task, FakeEngine(), [Orders(stop=True)]))
+    assert ("val", 3) in kinds(run(task, FakeEngine()))
+
+
+def test_a_checkpoint_is_saved_when_it_is_asked_for_and_training_goes_on(make_task):
+    task = make_task(**{"training.checkpoint_every": 100})
+    events = run(task, FakeEngine(), [Orders(save=True)])
+    assert [event["step"] for event in events if event.get("event") == "checkpoint"] == [3, 10]
+
+
+# Storage that fails
+
+
+class Unsaved(FakeEngine):
+    """Cannot write the states of some steps."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self._bad = steps
+
+    def save(self, state, folder):
+        super().save(state, folder)
+        self._state = state
+
+    def wait_for_save(self):
+        if self._state in self._bad:
+            raise OSError(28, "No space left on device")
+
+
+def test_a_save_that_fails_costs_a_warning_and_no_older_checkpoint(make_task):
+    task = make_task(**{"training.checkpoint_every": 2})
+    events = run(task, Unsaved([4, 6]))
+    assert [event["step"] for event in events if event.get("event") == "checkpoint"] == [2, 8, 10]
+    warnings = [event["text"] for event in events if event.get("event") == "warning"]
+    assert len(warnings) == 2
+    assert warnings[0].startswith("the checkpoint of step 4 could not be saved ([Errno 28] No space left on device)")
+    assert checkpoints.newest(task.run_folder) == (checkpoints.find(task.run_folder, 10), [])
+    assert not list(checkpoints.parts_of(task.run_folder).glob("*"))[2:]  # at most what the two left
+
+
+def test_several_saves_that_fail_in_a_row_end_the_run(make_task):
+    task = make_task(**{"training.checkpoint_every": 2, "run.failed_saves": 2})
+    with pytest.raises(
+        RaygptError, match=r"step 6 could not be saved .* 2 times in a row; .* run the same command again"
+    ):
+        run(task, Unsaved([4, 6]))
+    assert checkpoints.newest(task.run_folder)[0].step == 2
+
+
+def test_the_last_save_is_tried_again(make_task, monkeypatch):
+    monkeypatch.setattr("raygpt.training.saving.RETRIED_S", 0)
+    failing = [10, 10]
+
+    class Recovers(FakeEngine):
+        def wait_for_save(self):
+            if self.last in failing:
+                failing.pop()
+                raise OSError(5, "Input/output error")
+
+        def save(self, state, folder):
+            super().save(state, folder)
+            self.last = state
+
+    task = make_task(**{"training.checkpoint_every": 5})
+    events = run(task, Recovers())
+    assert sum(event.get("event") == "warning" for event in events) == 2
+    assert checkpoints.newest(task.run_folder)[0].step == 10
+
+
 # Going on
 
 
@@ -345,7 +445,8 @@ def test_a_validation_that_was_not_reached_after_its_save_is_made_up_for(make_ta
     task = make_task(**{"training.checkpoint_every": 4})
     with pytest.raises(RuntimeError, match="killed"):
         run(task, Killed())
-    checkpoints.commit(checkpoints.folder_of(task.run_folder, 8), 8, task.facts)  # what Orbax had just finished
+    while checkpoints.find_newest(task.run_folder).step < 8:  # its saving goes on behind
+        time.sleep(0.01)
     assert kinds(run(task, FakeEngine())) == [("start", None), ("val", 8), ("train", 9), ("train", 10), ("val", 10)]
 
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import raygpt
+from raygpt import storage
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
+from raygpt.testing.chaos import losses
 from raygpt.training import checkpoints
 from raygpt.training.hold import held
 
@@ -32,7 +34,7 @@ def train(ray_cluster, tmp_path_factory):
 
     def run(name, steps, **overrides):
         changes = {"data.source": str(text), "run.storage": str(home), "run.name": name, "training.steps": steps}
-        return raygpt.train("tiny", **SMALL, **changes, **overrides)
+        return raygpt.train("tiny", **{**SMALL, **changes, **overrides})
 
     return run
 
@@ -127,18 +129,6 @@ def test_another_recipe_is_refused_with_the_difference(train, straight):
         train("straight", 10)
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"cluster.workers": "1..2"}, "elastic runs are not built yet"),
-        ({"run.storage": "s3://bucket/runs"}, "runs on s3 are not built yet"),
-    ],
-)
-def test_what_is_not_built_yet_is_refused_before_anything_starts(change, complaint):
-    with pytest.raises(RaygptError, match=complaint):
-        raygpt.train("tiny", **change)
-
-
 def test_a_run_that_is_driven_already_is_refused_with_the_holders_name(train, straight):
     with held(straight.path), pytest.raises(RaygptError, match=r"is being trained by .* set run\.name"):
         train("straight", 30)
@@ -200,6 +190,18 @@ def test_a_run_of_one_engine_goes_on_in_the_other(train, straight):
     got = {line["step"]: line["loss"] for run in (fork, back) for line in metrics(run) if "loss" in line}
     assert list(got) == list(range(11, 21))
     np.testing.assert_allclose([got[step] for step in got], [expected[step] for step in got], rtol=1e-4)
+
+
+def test_a_run_of_pytorch_on_s3_goes_on_and_gives_the_same_numbers(train, s3):
+    pytest.importorskip("torch", reason="needs the extra torch")
+    here, there = {"engine": "torch"}, {"engine": "torch", "run.storage": f"{s3}/runs"}
+    local = train("torch-here", 10, **here)
+    train("torch-there", 5, **there)
+    result = train("torch-there", 10, **there)
+    assert result.error is None
+    assert losses(result.path) == losses(local.path)
+    assert result.checkpoint == f"{s3}/runs/torch-there/checkpoints/step-00000010"
+    assert storage.files(result.checkpoint).keys() >= {"checkpoint.json", "state.json", "share-00000.safetensors"}
 
 
 def test_epochs_are_steps_once_the_corpus_is_known_and_stay_epochs_in_the_run(train):

@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from raygpt.cluster import cores, host_memory
 from raygpt.config import Recipe
 from raygpt.engines.base import Devices, Weights
-from raygpt.engines.jax import sharding
+from raygpt.engines.jax import processes, sharding
 from raygpt.engines.jax.attention import Cache, choose_attention
 from raygpt.engines.jax.checkpoint import Saver, restore
 from raygpt.engines.jax.fused import choose_kernels, make_fused_losses
 from raygpt.engines.jax.model import GPT, Layers
 from raygpt.engines.jax.names import from_hugging_face, to_weights
 from raygpt.engines.jax.optimizer import learning_rate, make_optimizer
-from raygpt.engines.jax.processes import keep_compiled
 from raygpt.engines.jax.scaling import Scale
+from raygpt.engines.jax.spikes import Spikes
 from raygpt.engines.jax.step import Batch, Losses, Metrics, State, make_losses, make_score, make_step
 
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "fp64": jnp.float64}
@@ -41,6 +41,8 @@ def choose_precision(wanted: str, device: Any) -> str:
 
 def find_devices(recipe: Recipe) -> Devices:
     """The devices of all processes that joined, as a recipe uses them."""
+    if recipe.model.precision == "fp64":
+        jax.config.update("jax_enable_x64", True)
     device, mesh = jax.local_devices()[0], sharding.make_mesh(recipe.cluster.mesh.sizes())
     dtype = DTYPES[choose_precision(recipe.model.precision, device)]
     _, kernel = choose_attention(device, dtype, mesh, recipe.model)
@@ -113,7 +115,8 @@ class JaxEngine:
 
     def _initial(self) -> State:
         parameters = nnx.to_pure_dict(nnx.split(self._model())[1])
-        return State(parameters, self._optimizer.init(parameters), jnp.zeros((), jnp.int32), Scale.first())
+        optimizer = self._optimizer.init(parameters)
+        return State(parameters, optimizer, jnp.zeros((), jnp.int32), Scale.first(), Spikes.first())
 
     @cached_property
     def _graph(self) -> Any:
@@ -153,7 +156,7 @@ class JaxEngine:
         means, squares = (ours(arrays) if arrays else zeros for arrays in (weights.means, weights.squares))
         step = jnp.asarray(weights.step, jnp.int32)
         optimizer = optax.tree.set(shapes.optimizer, mu=means, nu=squares, count=step)
-        state = State(ours(weights.parameters), optimizer, step, Scale.first())
+        state = State(ours(weights.parameters), optimizer, step, Scale.first(), Spikes.first())
         return jax.tree.map(sharding.from_this_host, state, self._shardings)
 
     # Rows in, numbers out
@@ -266,4 +269,4 @@ class JaxEngine:
         return jax.jit(extend, donate_argnums=3)
 
 
-Engine, set_up = JaxEngine, keep_compiled
+Engine, set_up = JaxEngine, processes.set_up

@@ -21,6 +21,7 @@ from raygpt.engines.jax.loss import chunk_count, cross_entropy
 from raygpt.engines.jax.model import GPT, Layers
 from raygpt.engines.jax.scaling import Scale
 from raygpt.engines.jax.sharding import constrain_residual, gather_tables
+from raygpt.engines.jax.spikes import Spikes
 
 Array = jax.Array
 Losses = Callable[..., tuple[Array, Array]]
@@ -33,6 +34,7 @@ class State(NamedTuple):
     optimizer: Any
     step: Array
     scale: Scale  # used in fp16 alone, but there in every state: a run may go on where there is bf16
+    spikes: Spikes
 
 
 class Batch(NamedTuple):
@@ -50,6 +52,7 @@ class Metrics(NamedTuple):
     grad_norm: Array  # before clipping
     lr: Array
     skipped: Array  # steps that were left out so far
+    spikes: Array  # steps that were far off so far
 
 
 def make_losses(graph: Any, attention: Attention, mesh: Mesh, vocab: int, layers: Layers) -> Losses:
@@ -77,7 +80,8 @@ def make_step(
     scaled: bool = False,
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """The function to compile: (state, batch) to (state, metrics). `scaled` is for fp16."""
-    tokens, guarded = recipe.training.batch_tokens, scaled or recipe.training.on_nan == "skip"
+    training, tokens = recipe.training, recipe.training.batch_tokens
+    guarded = scaled or "skip" in (training.on_nan, training.on_spike)
     sums = make_sums(recipe, losses)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -87,17 +91,21 @@ def make_step(
         loss, gradients = jax.tree.map(lambda total: total / (tokens * factor), totals)
         norm, rate = optax.tree.norm(gradients), jnp.asarray(learning_rate(state.step))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        good, spikes = finite if scaled or training.on_nan == "skip" else jnp.ones((), bool), state.spikes
+        if training.on_spike != "ignore":
+            is_spike, spikes = spikes.look(loss, norm, training.spike_sigmas)
+            good &= ~is_spike if training.on_spike == "skip" else True
 
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
         parameters = optax.apply_updates(state.parameters, optax.tree.scale(-rate, updates))
-        after = State(parameters, optimizer_state, state.step + 1, state.scale)
+        after = State(parameters, optimizer_state, state.step + 1, state.scale, spikes)
         if guarded:  # on the device: the host need not wait to know
-            stay = state._replace(step=after.step)
-            after = jax.tree.map(partial(jnp.where, finite), after, stay)
+            stay = state._replace(step=after.step, spikes=spikes)
+            after = jax.tree.map(partial(jnp.where, good), after, stay)
         if scaled:
             after = after._replace(scale=state.scale.after(finite))
         skipped = after.step - optax.tree.get(after.optimizer, "count", default=after.step)
-        return after, Metrics(loss, norm, rate, skipped.astype(loss.dtype))
+        return after, Metrics(loss, norm, rate, skipped.astype(loss.dtype), spikes.found.astype(loss.dtype))
 
     return step
 

@@ -152,18 +152,24 @@ def _slices(lows: list[int], highs: list[int], origin: list[int]) -> tuple[slice
     return tuple(slice(low - zero, high - zero) for low, high, zero in zip(lows, highs, origin, strict=True))
 
 
+def read_parameters(folder: str, model: Model, vocab: int) -> dict[str, Any]:
+    """The parameters in a checkpoint under Hugging Face's names; AdamW's averages are not read."""
+    return _arrays(Reader(folder), PARAMETERS, model, vocab)
+
+
 def read_weights(folder: str, model: Model, vocab: int) -> Weights:
     """A checkpoint on the host, as both engines and the outside world understand it."""
     reader = Reader(folder)
+    parameters, means, squares = (_arrays(reader, kind, model, vocab) for kind in (PARAMETERS, MEANS, SQUARES))
+    return Weights(parameters, means, squares, reader.index["step"])
 
-    def arrays(kind: str) -> dict[str, Any]:
-        whole = {name: reader.read(f"{kind}/{name}") for name in reader.names(kind)}
-        return {
-            hugging_face_name(name): to_hugging_face(name, tensor, vocab, model.heads).contiguous().numpy()
-            for name, tensor in whole.items()
-        }
 
-    return Weights(arrays(PARAMETERS), arrays(MEANS), arrays(SQUARES), reader.index["step"])
+def _arrays(reader: Reader, kind: str, model: Model, vocab: int) -> dict[str, Any]:
+    whole = {name: reader.read(f"{kind}/{name}") for name in reader.names(kind)}
+    return {
+        hugging_face_name(name): to_hugging_face(name, tensor, vocab, model.heads).contiguous().numpy()
+        for name, tensor in whole.items()
+    }
 
 
 def _file(share: int) -> str:

@@ -1,5 +1,6 @@
 """The PyTorch engine: a recipe's model on one device per process, stepped, scored and named."""
 
+import os
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -31,7 +32,7 @@ from raygpt.engines.torch.sharding import (
     where,
     whole,
 )
-from raygpt.engines.torch.state import FIRST_SCALE, KINDS, MEANS, PARAMETERS, SQUARES, LossScale, State
+from raygpt.engines.torch.state import FIRST_SCALE, KINDS, MEANS, PARAMETERS, SQUARES, LossScale, Spikes, State
 from raygpt.engines.torch.step import Batch, Metrics, make_step, score
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -60,9 +61,17 @@ def find_devices(recipe: Recipe) -> Devices:
     return Devices(process_count(), memory, number_bytes, keeps_scores=False)
 
 
-def set_up() -> None:
-    """Of matrix products in fp32 those on tensor cores, in TF32, are accurate enough, and several times faster."""
+def set_up(deterministic: bool = False) -> None:
+    """Of matrix products in fp32 those on tensor cores, in TF32, are accurate enough, and several times faster.
+
+    `deterministic` leaves out sums whose order is left to chance, and kernels that are chosen by their speed just now.
+    """
     torch.set_float32_matmul_precision("high")
+    if deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # or cuBLAS may take another path when streams overlap
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # FlashAttention's backward pass has an order, cuDNN's has none
+        torch._inductor.config.deterministic = True
 
 
 class TorchEngine:
@@ -185,7 +194,9 @@ class TorchEngine:
             torch.tensor(first, dtype=self._param_dtype, device=self.device), torch.tensor(0, device=self.device)
         )
         parameters = dict(objective.gpt.named_parameters())
-        return State(objective, objective, parameters, make_optimizer(self.recipe, parameters.values()), step, scale)
+        optimizer = make_optimizer(self.recipe, parameters.values())
+        spikes = Spikes(*(torch.tensor(0.0, device=self.device) for _ in Spikes._fields))
+        return State(objective, objective, parameters, optimizer, step, scale, spikes)
 
     @property
     def _gpt_class(self) -> Any:

@@ -31,7 +31,7 @@ class Batch(NamedTuple):
 class Metrics(NamedTuple):
     """What a step reports, on its way from the device to the host."""
 
-    values: Tensor  # loss, gradient norm before clipping, steps that were left out so far
+    values: Tensor  # loss, gradient norm before clipping, steps that were left out, and that were far off, so far
     lr: float
     arrived: torch.cuda.Event | None
 
@@ -39,14 +39,14 @@ class Metrics(NamedTuple):
         """Wait for them."""
         if self.arrived:
             self.arrived.synchronize()
-        loss, norm, skipped = self.values.tolist()
-        return {"loss": loss, "grad_norm": norm, "lr": self.lr, "skipped": skipped}
+        loss, norm, skipped, spikes = self.values.tolist()
+        return {"loss": loss, "grad_norm": norm, "lr": self.lr, "skipped": skipped, "spikes": spikes}
 
 
 def make_step(recipe: Recipe, mesh: Mesh, autocast: torch.autocast, scaled: bool) -> Callable[[State, Batch], Metrics]:
     """The function that takes a step. `scaled` is for fp16."""
     clip, rate = recipe.optimizer.clip, learning_rate(recipe)
-    guarded = scaled or recipe.training.on_nan == "skip"
+    training, guarded = recipe.training, scaled or recipe.training.on_nan == "skip"
     backward = make_backward(recipe, mesh, autocast)
 
     def step(state: State, batch: Batch) -> Metrics:
@@ -55,15 +55,18 @@ def make_step(recipe: Recipe, mesh: Mesh, autocast: torch.autocast, scaled: bool
         gradients = [parameter.grad for parameter in state.parameters.values() if parameter.grad is not None]
         norm = total_norm(gradients, mesh) / scale
         finite = loss.isfinite() & norm.isfinite()
-        left_out = (~finite if guarded else torch.zeros_like(finite)).float()
+        left_out = ~finite if guarded else torch.zeros_like(finite)
+        if training.on_spike != "ignore":
+            is_spike, state.spikes = state.spikes.look(loss, norm, training.spike_sigmas)
+            left_out = left_out | is_spike if training.on_spike == "skip" else left_out
         lr = rate(state.step)
         shrink = torch.clamp(norm / clip, min=1) if clip else 1
-        update(state.optimizer, lr, scale * shrink, left_out)
+        update(state.optimizer, lr, scale * shrink, left_out.float())
         if scaled:
             state.scale = state.scale.after(finite)
         state.step += 1
         skipped = state.step - state.numbers()["updates"]
-        return _sent(torch.stack([loss, norm, skipped.to(loss.dtype)]), lr)
+        return _sent(torch.stack([loss, norm, skipped.to(loss.dtype), state.spikes.spikes.to(loss.dtype)]), lr)
 
     return step
 

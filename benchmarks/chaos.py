@@ -1,0 +1,57 @@
+"""A recipe trained undisturbed, and again while its workers are killed: are the numbers the same, and what did it cost?
+
+    python benchmarks/chaos.py tiny --kills 20 --name chaos-jax cluster.workers=2 training.steps=150 …
+
+With `--name` the figures go into results/NAME.json. It ends with status 1 where a single bit differs.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict
+
+import record
+from rich.console import Console
+from rich.table import Table
+
+from raygpt.recipes import load_recipe
+from raygpt.testing.chaos import chaos, read_metrics
+from raygpt.training import launch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1, help="of the kills")
+    parser.add_argument("--name", help="of the results file; none is written without it")
+    arguments = parser.parse_args()
+    words = dict(word.split("=", 1) for word in arguments.overrides)
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    with tempfile.TemporaryDirectory() as home, launch.on_cluster(recipe):
+        result = chaos(arguments.recipe, kills=arguments.kills, seed=arguments.seed, home=home, **words)
+        logged = read_metrics(f"{home}/undisturbed")
+    speeds = [line["tokens_per_s"] for line in logged if "tokens_per_s" in line]
+    figures = {
+        **asdict(result),
+        "engine": recipe.engine,
+        "steps": recipe.steps,
+        "checkpoint_every": recipe.training.checkpoint_every,
+        "most_steps_repeated": max(result.steps_repeated, default=0),
+        "seconds_per_fault": (result.disturbed_s - result.undisturbed_s) / max(len(result.faults), 1),
+        "deterministic": recipe.training.deterministic,
+        "tokens_per_s": statistics.median(speeds),
+    }
+    table = Table("", "", box=None, show_header=False)
+    for name, value in figures.items():
+        table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    if arguments.name:
+        print(record.save(arguments.name, figures))
+    sys.exit(0 if result.is_identical else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""A trained model read by PyTorch on one device: texts scored, and written on through a cache. Nothing is compiled."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raygpt.config import Model
+from raygpt.engines.base import Arrays
+from raygpt.engines.torch.engine import DTYPES, choose_device, choose_precision
+from raygpt.engines.torch.model import GPT, accurate
+from raygpt.engines.torch.names import from_hugging_face, hugging_face_name
+
+Result = tuple[NDArray[np.floating[Any]], Any]
+
+
+class TorchReader:
+    """raygpt's GPT, also where transformers' was trained: they compute the same."""
+
+    def __init__(self, model: Model, vocab: int, *, device: torch.device | str | None = None):
+        self.model, self.vocab, self.context = model, vocab, model.context
+        self.device = torch.device(device) if device else choose_device()
+        self.precision = choose_precision(model.precision, self.device)
+        self._dtype = DTYPES[self.precision]
+        self._param_dtype = accurate(self._dtype)
+        mixed = self._dtype != self._param_dtype
+        self._autocast = torch.autocast(self.device.type, self._dtype if mixed else None, enabled=mixed)
+
+    def describe(self) -> dict[str, str]:
+        """Device and precision, for people."""
+        cuda = self.device.type == "cuda"
+        return {
+            "engine": f"torch {torch.__version__}",
+            "device": torch.cuda.get_device_name(self.device) if cuda else "cpu",
+            "precision": self.precision,
+        }
+
+    @torch.no_grad()
+    def load(self, parameters: Arrays) -> GPT:
+        """The parameters, under Hugging Face's names, on the device."""
+        with torch.device("meta"):
+            gpt = GPT(self.model, self.vocab, self._dtype)
+        gpt.to(self._param_dtype).to_empty(device=self.device)
+        for name, parameter in gpt.named_parameters():
+            theirs = torch.tensor(parameters[hugging_face_name(name)]).to(self.device, self._param_dtype)
+            parameter.copy_(from_hugging_face(name, theirs, self.vocab, self.model.heads))
+        return gpt.eval()
+
+    def prefill(self, state: GPT, ids: NDArray[np.int32]) -> Result:
+        """Read prompts [rows, time]: logits [rows, vocabulary] of what follows, and a cache."""
+        return self.decode(state, ids, 0, state.empty_cache(len(ids)))
+
+    @torch.no_grad()
+    def decode(self, state: GPT, ids: NDArray[np.int32], start: int, cache: Any) -> Result:
+        """The same for ids [rows, time] that follow `start` earlier ones."""
+        with self._autocast:
+            hidden = state.extend(self._put(ids), start, cache)[:, -1]
+            return self._logits(state, hidden).cpu().numpy(), cache
+
+    @torch.no_grad()
+    def grade(self, state: GPT, windows: NDArray[np.int32]) -> tuple[NDArray[np.floating[Any]], NDArray[np.bool_]]:
+        """Of windows [rows, time + 1] every token's log-probability, and whether it is the likeliest: [rows, time]."""
+        ids = self._put(windows).long()
+        logs, hits = [], []
+        with self._autocast:
+            for hidden, targets in zip(state(ids[:, :-1]), ids[:, 1:], strict=True):  # by rows: logits are large
+                logits = self._logits(state, hidden)  # [time, vocabulary]
+                logs.append(logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1))
+                hits.append(logits.argmax(1) == targets)
+        return torch.stack(logs).cpu().numpy(), torch.stack(hits).cpu().numpy()
+
+    def _logits(self, state: GPT, hidden: Tensor) -> Tensor:
+        return (hidden @ state.table[: self.vocab].T.to(hidden.dtype)).to(self._param_dtype)
+
+    def _put(self, ids: NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(ids)).to(self.device)
+
+
+Reader = TorchReader

@@ -1,0 +1,1 @@
+"""How good a trained model is: on its own validation text, and on tasks that others publish scores of."""

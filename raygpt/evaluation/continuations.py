@@ -1,0 +1,85 @@
+"""How likely a model finds a continuation of a text: what HellaSwag and LAMBADA are made of.
+
+Context and continuation are encoded together, and what is beyond the context's own tokens is the continuation, as
+lm-evaluation-harness has it, so that the scores are the same.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from raygpt.corpus.tokenizers import Tokenizer
+from raygpt.engines.base import bucket
+from raygpt.inference.loaded import Loaded
+
+TOKENS = 2**13  # that are computed at a time
+Watch = Callable[[int, int], None]  # how many of how many are done
+
+
+class Pair(NamedTuple):
+    """A text and what may follow it."""
+
+    context: str
+    continuation: str
+
+
+class Score(NamedTuple):
+    """Of a continuation."""
+
+    log_probability: float
+    greedy: bool  # every token of it was the likeliest
+
+
+class Encoded(NamedTuple):
+    """Of a pair: its ids, and how many of the last are the continuation's."""
+
+    ids: list[int]
+    continuation: int
+
+
+def score(loaded: Loaded, pairs: Sequence[Pair], watch: Watch = lambda done, total: None) -> list[Score]:
+    """In the order of the pairs, though computed in that of their lengths: so little is padding."""
+    encoded = encode(loaded.tokenizer, pairs, loaded.reader.context)
+    scores: list[Score | None] = [None] * len(pairs)
+    done = 0
+    for places in _batches([len(pair.ids) for pair in encoded], loaded.reader.context):
+        for place, scored in zip(places, _scored(loaded, [encoded[n] for n in places]), strict=True):
+            scores[place] = scored
+        done += len(places)
+        watch(done, len(pairs))
+    return [scored for scored in scores if scored is not None]
+
+
+def encode(tokenizer: Tokenizer, pairs: Sequence[Pair], context: int) -> list[Encoded]:
+    """The last `context` + 1 ids of each pair. Blanks at the context's end belong to the continuation's first token."""
+    heads = [pair.context.rstrip() for pair in pairs]
+    lengths = [len(ids) for ids in tokenizer.encode(heads)]
+    wholes = tokenizer.encode([pair.context + pair.continuation for pair in pairs])
+    encoded = []
+    for before, ids in zip(lengths, wholes, strict=True):
+        continuation = len(ids) - before
+        begun = ids.tolist() if before else [tokenizer.end_of_text, *ids.tolist()]  # as a document begins
+        encoded.append(Encoded(begun[-(context + 1) :], min(continuation, context)))
+    return encoded
+
+
+def _batches(lengths: Sequence[int], context: int) -> Iterator[list[int]]:
+    """Places of pairs of about one length, as many as TOKENS allows."""
+    order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+    begin = 0
+    while begin < len(order):
+        rows = max(1, TOKENS // bucket(lengths[order[begin]], context))
+        yield order[begin : begin + rows]
+        begin += rows
+
+
+def _scored(loaded: Loaded, batch: Sequence[Encoded]) -> Iterator[Score]:
+    windows = np.zeros((len(batch), max(len(pair.ids) for pair in batch)), dtype=np.int32)
+    for row, pair in enumerate(batch):
+        windows[row, : len(pair.ids)] = pair.ids
+    logs, hits = loaded.reader.grade(loaded.state, windows)
+    for row, pair in enumerate(batch):
+        end = len(pair.ids) - 1  # of the targets
+        mine = slice(end - pair.continuation, end)
+        yield Score(float(logs[row, mine].sum(dtype=np.float64)), bool(hits[row, mine].all()))

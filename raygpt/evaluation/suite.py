@@ -1,0 +1,42 @@
+"""Several evaluations of one model, by the names that people give them."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from raygpt.errors import RaygptError
+from raygpt.evaluation import tasks, validation
+from raygpt.evaluation.tasks import TASKS, Result
+from raygpt.inference.loaded import Loaded
+
+VALIDATION = "validation"
+Chosen = Mapping[str, str | None]  # name -> file of its items, if one was named
+
+
+def choose(names: Sequence[str]) -> Chosen:
+    """`hellaswag=items.jsonl` -> {"hellaswag": "items.jsonl"}; refuses what there is not."""
+    chosen: dict[str, str | None] = {}
+    for name, equals, path in (word.partition("=") for word in names):
+        known = [VALIDATION, *TASKS]
+        if name not in known or (equals and (name == VALIDATION or not path)):
+            raise RaygptError(f"--task {name}{equals}{path}: write {', '.join(known)}, or e.g. lambada=FILE.jsonl")
+        chosen[name] = path or None
+    return chosen
+
+
+def evaluate(
+    loaded: Loaded,
+    chosen: Chosen,
+    limit: int | None = None,
+    watch: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> dict[str, Result]:
+    """The result of each, by name; `watch` hears how far each has come."""
+    results = {}
+    for name, path in chosen.items():
+
+        def hear(done: int, total: int, name: str = name) -> None:
+            watch(name, done, total)
+
+        if name == VALIDATION:
+            results[name] = validation.validate(loaded, hear)
+        else:
+            results[name] = tasks.evaluate(loaded, name, path, limit, hear)
+    return results

@@ -1,0 +1,151 @@
+"""HellaSwag and LAMBADA, asked and counted as lm-evaluation-harness does."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raygpt import storage
+from raygpt.corpus.sources import resolve
+from raygpt.errors import RaygptError
+from raygpt.evaluation.continuations import Pair, Score, Watch, score
+from raygpt.inference.loaded import Loaded
+
+Item = dict[str, Any]
+Result = dict[str, float]
+
+
+class Task(NamedTuple):
+    """What is asked about an item, and what the answers of all items come to."""
+
+    keys: tuple[str, ...]  # that an item must have
+    on_the_hub: str
+    pairs: Callable[[Item], list[Pair]]
+    result: Callable[[Sequence[Item], Sequence[list[Score]]], Result]
+
+
+def hellaswag_pairs(item: Item) -> list[Pair]:
+    """The four endings of a text."""
+    both = item.get("ctx_a") is not None and item.get("ctx_b") is not None
+    text = f"{item['ctx_a']} {item['ctx_b'].capitalize()}" if both else item["ctx"]
+    query = _without_marks(f"{item['activity_label']}: {text}")
+    return [Pair(query, f" {_without_marks(ending)}") for ending in item["endings"]]
+
+
+def _without_marks(text: str) -> str:
+    """WikiHow's [header], [title] and the like are no part of the text."""
+    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ")
+
+
+def hellaswag_result(items: Sequence[Item], scores: Sequence[list[Score]]) -> Result:
+    """How often the true ending is the likeliest, as a whole and by its number of characters."""
+    right = [hellaswag_choices(item, of_item) for item, of_item in zip(items, scores, strict=True)]
+    labels = np.array([int(item["label"]) for item in items])
+    plain, normed = (np.array([pair[n] for pair in right]) == labels for n in (0, 1))
+    return {
+        "acc": float(plain.mean()),
+        "acc_stderr": standard_error(plain),
+        "acc_norm": float(normed.mean()),
+        "acc_norm_stderr": standard_error(normed),
+    }
+
+
+def hellaswag_choices(item: Item, scores: list[Score]) -> tuple[int, int]:
+    """The ending that is the likeliest, and the one that is by its number of characters."""
+    logs = np.array([score.log_probability for score in scores])
+    lengths = np.array([len(pair.continuation) - 1 for pair in hellaswag_pairs(item)])  # without the blank before it
+    return int(logs.argmax()), int((logs / np.maximum(lengths, 1)).argmax())
+
+
+def lambada_pairs(item: Item) -> list[Pair]:
+    """The last word of a text."""
+    context, _, word = item["text"].rpartition(" ")
+    return [Pair(context, f" {word}")]
+
+
+def lambada_result(items: Sequence[Item], scores: Sequence[list[Score]]) -> Result:
+    """How often every token of the word is the likeliest, and the word's perplexity."""
+    greedy = np.array([of_item[0].greedy for of_item in scores])
+    logs = np.array([of_item[0].log_probability for of_item in scores])
+    perplexity = math.exp(-logs.mean())
+    return {
+        "acc": float(greedy.mean()),
+        "acc_stderr": standard_error(greedy),
+        "perplexity": perplexity,
+        "perplexity_stderr": perplexity * standard_error(logs),  # to first order
+    }
+
+
+def standard_error(values: Any) -> float:
+    """Of a mean."""
+    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+
+
+TASKS = {
+    "hellaswag": Task(
+        ("activity_label", "endings", "label"), "hf:Rowan/hellaswag::validation", hellaswag_pairs, hellaswag_result
+    ),
+    "lambada": Task(("text",), "hf:EleutherAI/lambada_openai:default:test", lambada_pairs, lambada_result),
+}
+
+
+def evaluate(
+    loaded: Loaded,
+    name: str,
+    path: str | None = None,
+    limit: int | None = None,
+    watch: Watch = lambda done, total: None,
+) -> Result:
+    """A task on the items of a file, or on those that the Hub has; all, or the first so many."""
+    items = read_items(name, path, limit)
+    scores = score_items(loaded, name, items, watch)
+    return {**TASKS[name].result(items, scores), "items": len(items)}
+
+
+def score_items(
+    loaded: Loaded, name: str, items: Sequence[Item], watch: Watch = lambda done, total: None
+) -> list[list[Score]]:
+    """What the model makes of each item."""
+    asked = [TASKS[name].pairs(item) for item in items]
+    try:
+        flat = iter(score(loaded, [pair for pairs in asked for pair in pairs], watch))
+    except RaygptError as error:  # a char tokenizer knows its own corpus' characters
+        raise RaygptError(f"{name} cannot be asked: {str(error).partition(';')[0]}; leave it out") from None
+    return [[next(flat) for _ in pairs] for pairs in asked]
+
+
+def read_items(name: str, path: str | None, limit: int | None = None) -> list[Item]:
+    """The items of a jsonl file, or of the task's dataset on the Hub."""
+    task = TASKS[name]
+    items = _lines(path) if path else _rows(task.on_the_hub)
+    where = path or task.on_the_hub
+    missing = next((key for item in items for key in task.keys if key not in item), None)
+    if missing or not items:
+        problem = f"an item without {missing!r}" if missing else "no items"
+        raise RaygptError(f"{where} has {problem}; {name} wants {', '.join(task.keys)} in every line")
+    return items[:limit]
+
+
+def _lines(path: str) -> list[Item]:
+    try:
+        lines = storage.read_bytes(storage.absolute(path)).splitlines()
+        items = [json.loads(line) for line in lines if line.strip()]
+    except OSError as error:
+        raise RaygptError(f"{path} cannot be read ({error.strerror or error}); check the path") from None
+    except ValueError as error:
+        raise RaygptError(f"{path} is not JSON in every line ({error}); name a .jsonl file") from None
+    return [item if isinstance(item, dict) else {} for item in items]
+
+
+def _rows(dataset: str) -> list[Item]:
+    import pyarrow.parquet as pq
+
+    rows: list[Item] = []
+    for file in resolve(dataset).files:
+        with storage.open_read(file.uri) as stream:
+            rows += pq.read_table(stream).to_pylist()
+    return rows

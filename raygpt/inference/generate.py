@@ -1,0 +1,129 @@
+"""Text that a model writes on from a prompt: shown as it comes, until a stop string, the document's end or a length."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raygpt.corpus.tokenizers import Tokenizer
+from raygpt.errors import RaygptError
+from raygpt.inference.loaded import Loaded
+from raygpt.inference.sampling import stream
+
+UNFINISHED = "�"  # what a character shows as while some of its bytes are still to come
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How to draw, and when to stop."""
+
+    tokens: int = 256
+    temperature: float = 0.8
+    top_k: int | None = 50
+    top_p: float | None = None
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass
+class Sample:
+    """One text as it grows. It has ended where the document ended or a stop string came, which is no part of it."""
+
+    tokenizer: Tokenizer
+    stop: Sequence[str] = ()
+    ids: list[int] = field(default_factory=list)
+    text: str = ""  # what is certain: neither half a character nor what may become a stop string
+    ended: bool = False
+    ended_early: bool = False  # before all tokens were used up
+
+    def add(self, token: int) -> str:
+        """The text that became certain with this token."""
+        if self.ended:
+            return ""
+        if token == self.tokenizer.end_of_text:
+            self.ended_early = True
+            return self.finish()
+        self.ids.append(token)
+        whole = self.tokenizer.decode(self.ids)
+        found = min((place for stop in self.stop if (place := whole.find(stop)) >= 0), default=None)
+        if found is not None:
+            self.ended = self.ended_early = True
+            return self._grow(whole[:found])
+        whole = whole.rstrip(UNFINISHED)
+        return self._grow(whole[: len(whole) - self._held_back(whole)])
+
+    def finish(self) -> str:
+        """The rest of the text, now that nothing follows."""
+        if self.ended:
+            return ""
+        self.ended = True
+        return self._grow(self.tokenizer.decode(self.ids))
+
+    def _grow(self, text: str) -> str:
+        more, self.text = text[len(self.text) :], max(self.text, text, key=len)
+        return more
+
+    def _held_back(self, text: str) -> int:
+        """How many of the last characters may be the beginning of a stop string."""
+        longest = max((len(stop) for stop in self.stop), default=1)
+        tails = range(min(longest - 1, len(text)), 0, -1)
+        return next((n for n in tails if any(stop.startswith(text[-n:]) for stop in self.stop)), 0)
+
+
+def generate(
+    loaded: Loaded,
+    prompt: str | None,
+    manner: Manner,
+    samples: int = 1,
+    *,
+    show: Callable[[str], None] = lambda text: None,
+    note: Callable[[str], None] = lambda text: None,
+) -> list[Sample]:
+    """Continue a prompt, or without one begin as a document does. `show` gets the first sample's text as it comes."""
+    ids = encode_prompt(loaded.tokenizer, prompt)
+    texts = [Sample(loaded.tokenizer, manner.stop) for _ in range(samples)]
+    drawn = stream(
+        loaded.reader,
+        loaded.state,
+        np.tile(ids, (samples, 1)),
+        temperature=manner.temperature,
+        top_k=manner.top_k,
+        top_p=manner.top_p,
+        seed=manner.seed,
+        forgets=_said_once(note, loaded.reader.context),
+    )
+    for _, tokens in zip(range(manner.tokens), drawn, strict=False):
+        shown = [text.add(int(token)) for text, token in zip(texts, tokens, strict=True)]
+        show(shown[0])
+        if all(text.ended for text in texts):
+            break
+    rest = [text.finish() for text in texts]
+    show(rest[0])
+    return texts
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str | None) -> NDArray[np.int32]:
+    """Its ids; those of a document's beginning where there is none."""
+    if prompt is None:
+        return np.array([tokenizer.end_of_text], dtype=np.int32)
+    try:
+        ids = tokenizer.encode([prompt])[0].astype(np.int32)
+    except UnicodeEncodeError:
+        raise RaygptError("the prompt is not UTF-8 text; write it in UTF-8") from None
+    except RaygptError as error:
+        raise RaygptError(f"the prompt cannot be read: {str(error).partition(';')[0]}; leave it out") from None
+    if not len(ids):
+        raise RaygptError("the prompt is empty; write some text, or leave it out to begin as a document does")
+    return ids
+
+
+def _said_once(note: Callable[[str], None], context: int) -> Callable[[int], None]:
+    said: list[int] = []
+
+    def forgets(kept: int) -> None:
+        if not said:
+            note(f"the model sees {context} tokens at once; whenever they are full, its last {kept} are read in again")
+        said.append(kept)
+
+    return forgets

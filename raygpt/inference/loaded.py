@@ -1,0 +1,70 @@
+"""A run's model, ready to be asked: its best checkpoint, or another, read into this process. Needs no Ray."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from raygpt.config import Model, Recipe
+from raygpt.corpus import tokenizers
+from raygpt.corpus.tokenizers import Tokenizer
+from raygpt.engines import make_reader, read_parameters
+from raygpt.engines.base import Arrays, Reader
+from raygpt.engines.torch import require_torch
+from raygpt.errors import RaygptError
+from raygpt.runs import OpenRun
+from raygpt.training import checkpoints
+from raygpt.training.checkpoints import Checkpoint
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """The parameters of a checkpoint, on this host, and what belongs to them."""
+
+    run: OpenRun
+    checkpoint: Checkpoint
+    engine: str  # that wrote it
+    parameters: Arrays
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.run.recipe
+
+    @property
+    def model(self) -> Model:
+        return self.recipe.model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.run.tokenizer
+
+    @property
+    def val_loss(self) -> float | None:
+        """As it was measured in training."""
+        return self.run.scores.get(self.checkpoint.step)
+
+
+@dataclass(frozen=True)
+class Loaded(Weighed):
+    """The same on a device, with what computes it."""
+
+    reader: Reader
+    state: Any
+
+
+def read(run: OpenRun, step: int | None = None, best: bool = True) -> Weighed:
+    """A checkpoint's parameters: of a step, or the best, or the newest."""
+    model = run.recipe.model
+    picked = run.pick(step, best)
+    facts = run.facts(picked)
+    if facts["engine"] == "torch":
+        require_torch(run.recipe)
+    if facts["tokenizer"] != tokenizers.fingerprint(run.tokenizer):
+        raise RaygptError(f"{run.folder}: its tokenizer is not the one it was trained with; copy the run again")
+    parameters = read_parameters(facts["engine"], checkpoints.on_this_node(picked), model, run.tokenizer.vocab)
+    return Weighed(run, picked, facts["engine"], parameters)
+
+
+def load(run: OpenRun, step: int | None = None, best: bool = True) -> Loaded:
+    """The same, on this machine's device, computed by the engine that trained it."""
+    found = read(run, step, best)
+    reader = make_reader(found.engine, found.model, run.tokenizer.vocab)
+    return Loaded(run, found.checkpoint, found.engine, found.parameters, reader, reader.load(found.parameters))

@@ -1,0 +1,80 @@
+"""The model card: what was trained on what, how well, and how to use it."""
+
+from raygpt.inference.loaded import Weighed
+from raygpt.report import curve
+
+CURVE = "loss.svg"
+
+
+def files(found: Weighed) -> dict[str, str]:
+    """README.md, and the curve where there is one to draw."""
+    train = [(line["step"], line["loss"]) for line in found.run.metrics if "loss" in line]
+    val = [(line["step"], line["val_loss"]) for line in found.run.metrics if "val_loss" in line]
+    drawn = {CURVE: curve.draw(found.run.name, train, val)} if train else {}
+    return {"README.md": _card(found, bool(drawn)), **drawn}
+
+
+def _card(found: Weighed, with_curve: bool) -> str:
+    recipe, vocab = found.recipe, found.tokenizer.vocab
+    model = recipe.model
+    return "\n".join(
+        [
+            "---",
+            "library_name: transformers",
+            "pipeline_tag: text-generation",
+            "tags: [gpt2, raygpt]",
+            "---",
+            "",
+            f"# {found.run.name}",
+            "",
+            f"A GPT-2 of {model.parameters(vocab):,} parameters ({model.layers} layers, {model.heads} heads, width "
+            f"{model.width}, context {model.context}, {vocab:,} tokens), trained by raygpt with "
+            f"the {found.engine} engine; this is its checkpoint of step {found.checkpoint.step:,}.",
+            "",
+            "```python",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
+            'model = AutoModelForCausalLM.from_pretrained("FOLDER")',
+            "```",
+            "",
+            "## Data",
+            "",
+            *_data(found),
+            "",
+            "## Losses",
+            "",
+            *_losses(found),
+            *(["", f"![training and validation loss over the steps]({CURVE})"] if with_curve else []),
+            "",
+            "## Recipe",
+            "",
+            "```yaml",
+            recipe.to_yaml().rstrip(),
+            "```",
+            "",
+        ]
+    )
+
+
+def _data(found: Weighed) -> list[str]:
+    data = found.recipe.data
+    if not found.run.facts(found.checkpoint)["data"]:
+        return ["Weights that were made elsewhere, and not trained further here."]
+    sources = [
+        f"- `{part.source}`" + (f", weight {part.weight:g}" if len(data.sources) > 1 else "") for part in data.sources
+    ]
+    val = f"`{data.val}`" if isinstance(data.val, str) else f"a share of {data.val:g} ({data.split})"
+    return [*sources, f"- validation: {val}", f"- tokenizer: `{data.tokenizer}`"]
+
+
+def _losses(found: Weighed) -> list[str]:
+    last = {key: line[key] for line in found.run.metrics for key in ("loss", "tokens") if key in line}
+    rows = []
+    if found.val_loss is not None:
+        rows.append(f"| validation loss at step {found.checkpoint.step:,} | {found.val_loss:.4f} |")
+    if "loss" in last:
+        rows.append(f"| training loss of the last batch that was logged | {last['loss']:.4f} |")
+    if "tokens" in last:
+        rows.append(f"| tokens of the whole run | {last['tokens']:,} |")
+    return ["| | |", "|---|---|", *rows] if rows else ["None were recorded."]

@@ -1,0 +1,154 @@
+"""Our tokenizers in the form of Hugging Face's `tokenizers`, giving the same ids, and back.
+
+One thing differs by their convention: a literal `<|endoftext|>` in a text is the special token there, text here.
+"""
+
+import itertools
+import json
+from typing import Any
+
+from raygpt.corpus.tokenizers import END_OF_TEXT, Bpe, Bytes, Char, Gpt2, Tokenizer
+from raygpt.errors import RaygptError
+
+UNKNOWN = "<unk>"  # in no vocabulary: a character that is not known is an error there as well
+
+
+def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The content of a tokenizer.json."""
+    if isinstance(tokenizer, Bpe):
+        saved: dict[str, Any] = tokenizer.describe()["tokenizer"]
+        return saved
+    made = _made(tokenizer)
+    made.add_special_tokens([END_OF_TEXT])
+    if made.token_to_id(END_OF_TEXT) != tokenizer.end_of_text:
+        raise RaygptError(f"the tokenizer's {END_OF_TEXT} is not its last token, which a tokenizer.json cannot say")
+    built: dict[str, Any] = json.loads(made.to_str())
+    return built
+
+
+def _made(tokenizer: Tokenizer) -> Any:
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Theirs
+
+    if isinstance(tokenizer, Char):
+        made = Theirs(models.WordLevel({c: n for n, c in enumerate(tokenizer.characters)}, unk_token=UNKNOWN))
+        made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        made.decoder = decoders.Fuse()
+        return made
+    if isinstance(tokenizer, Gpt2):
+        pieces, words = tokenizer.ranks, True
+    elif isinstance(tokenizer, Bytes):
+        pieces, words = {bytes([byte]): byte for byte in range(256)}, False
+    else:
+        raise RaygptError(f"a {type(tokenizer).__name__} tokenizer has no form as tokenizer.json yet")
+    made = Theirs(models.BPE({_written(piece): rank for piece, rank in pieces.items()}, _merges(pieces)))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def from_json(saved: dict[str, Any], where: str) -> Tokenizer:
+    """The tokenizer of ours that a tokenizer.json describes; of another make it is taken as it is."""
+    for candidate in _candidates(saved):
+        if _is_same(to_json(candidate), saved):
+            return candidate
+    try:
+        return Bpe(json.dumps(saved))
+    except RaygptError as error:
+        raise RaygptError(f"{where}: {error}") from error
+    except Exception as error:  # `tokenizers` raises bare Exceptions
+        raise RaygptError(f"{where} is no tokenizer that can be read ({error}); save it again") from error
+
+
+def _candidates(saved: dict[str, Any]) -> list[Tokenizer]:
+    """Those of ours that could have such a vocabulary, to be compared in full."""
+    plain = _vocab(saved)
+    found: list[Tokenizer] = []
+    if len(plain) == 256:
+        found.append(Bytes())
+    if plain and all(len(piece) == 1 for piece in plain):
+        found.append(Char("".join(plain)))
+    if len(plain) == Gpt2.vocab - 1 and all(c in BYTES for piece in plain for c in piece):
+        found.append(Gpt2({bytes(BYTES[c] for c in piece): rank for piece, rank in plain.items()}))
+    return found
+
+
+def _is_same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Whether both give the same ids, however they are written."""
+    cuts = [saved.get("pre_tokenizer") or {} for saved in (ours, theirs)]
+    return (
+        _vocab(ours) == _vocab(theirs)
+        and _pairs(ours["model"]) == _pairs(theirs["model"])
+        and not theirs.get("normalizer")
+        and all(cuts[0].get(key) == cuts[1].get(key) for key in ("type", "add_prefix_space", "pattern"))
+    )
+
+
+def _vocab(saved: dict[str, Any]) -> dict[str, int]:
+    """Pieces of text; GPT-2's file on the Hub has end-of-text among them."""
+    model = saved.get("model") if isinstance(saved, dict) else None
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    pieces = vocab.items() if isinstance(vocab, dict) else ()
+    return {piece: number for piece, number in pieces if piece != END_OF_TEXT}
+
+
+def _pairs(model: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Merges, which older files write as one text: 'a b'."""
+    return [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model.get("merges", [])]
+
+
+def _byte_characters() -> dict[str, int]:
+    """GPT-2's way to write bytes: those that do not print are characters from U+0100 on."""
+    plain = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+BYTES = _byte_characters()  # character -> byte
+CHARACTERS = {byte: character for character, byte in BYTES.items()}
+
+
+def _written(piece: bytes) -> str:
+    return "".join(CHARACTERS[byte] for byte in piece)
+
+
+def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
+    """The two pieces that each longer piece is merged from, in the order of its rank."""
+    longer = sorted((piece for piece in ranks if len(piece) > 1), key=ranks.__getitem__)
+    return [(_written(left), _written(right)) for left, right in (_halves(piece, ranks) for piece in longer)]
+
+
+def _halves(piece: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """What is left when every merge but the last is done, the lowest rank first."""
+    parts = [piece[n : n + 1] for n in range(len(piece))]
+    while len(parts) > 2:
+        joined = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
+        place = joined.index(min(joined))
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    return parts[0], parts[1]
+
+
+def byte_lengths(tokenizer: Tokenizer) -> list[int]:
+    """Bytes of text that each id stands for; end-of-text stands for none."""
+    if isinstance(tokenizer, Bytes):
+        lengths = [1] * 256
+    elif isinstance(tokenizer, Char):
+        lengths = [len(c.encode()) for c in tokenizer.characters]
+    elif isinstance(tokenizer, Gpt2):
+        lengths = [len(piece) for piece in sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__)]
+    else:
+        lengths = _lengths_of_pieces(tokenizer)
+    lengths += [0] * (tokenizer.vocab - len(lengths))
+    lengths[tokenizer.end_of_text] = 0
+    return lengths
+
+
+def _lengths_of_pieces(tokenizer: Tokenizer) -> list[int]:
+    """A byte-level piece has a character for every byte; one of another make is decoded."""
+    described = tokenizer.describe()["tokenizer"]
+    if (described.get("decoder") or {}).get("type") != "ByteLevel":
+        return [len(tokenizer.decode([n]).encode()) for n in range(tokenizer.vocab)]
+    lengths = [0] * tokenizer.vocab
+    for piece, number in described["model"]["vocab"].items():
+        lengths[number] = len(piece)
+    return lengths

@@ -1,0 +1,124 @@
+"""A run directory, local or on s3, opened for reading: what every verb after `train` begins with.
+
+    run = open_run("runs/tiny")
+    run.recipe.model.width, run.metrics[-1], run.tokenizer.vocab
+    checkpoints.on_this_node(run.pick())
+
+Nothing here imports an engine or Ray.
+"""
+
+import contextlib
+import json
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from raygpt import storage
+from raygpt.config import Recipe
+from raygpt.corpus import tokenizers
+from raygpt.corpus.tokenizers import Tokenizer
+from raygpt.errors import RaygptError
+from raygpt.recipes import load_recipe
+from raygpt.training import checkpoints
+from raygpt.training.checkpoints import Checkpoint
+from raygpt.training.resume import RECIPE
+from raygpt.training.session import METRICS, Event
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """What lies in a run directory. What is read once is kept; a run that still trains is opened again."""
+
+    folder: str
+
+    @property
+    def name(self) -> str:
+        return self.folder.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def home(self) -> str:
+        """The folder that it lies in, beside other runs and the stores."""
+        return self.folder.rstrip("/").rpartition("/")[0]
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """As it was asked for."""
+        uri = storage.join(self.folder, RECIPE)
+        if not storage.is_remote(uri):
+            return load_recipe(uri)
+        with tempfile.TemporaryDirectory() as folder:
+            local = Path(folder, RECIPE)
+            storage.download(uri, local)
+            return load_recipe(local)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return tokenizers.load(self.folder)
+
+    @cached_property
+    def metrics(self) -> list[Event]:
+        """Every line that was logged, in order; half a line, which a killed run may leave, is none."""
+        uri = storage.join(self.folder, METRICS)
+        lines = storage.read_bytes(uri).splitlines(keepends=True) if storage.exists(uri) else []
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+    # Checkpoints
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """Steps whose checkpoint was committed, in order."""
+        return [step for step, whole in self._folders.items() if whole]
+
+    @cached_property
+    def scores(self) -> dict[int, float]:
+        """Validation loss of the steps that have one, with a checkpoint or without."""
+        return {step: loss for step, loss in checkpoints.scores(self.folder).items() if loss is not None}
+
+    def pick(self, step: int | None = None, best: bool = True) -> Checkpoint:
+        """The checkpoint of a step; else the one of the lowest validation loss, or the newest where none has one."""
+        if step is not None:
+            return self._named(step)
+        scored = [step for step in self.steps if step in self.scores] if best else []
+        newest_first = sorted(self.steps, reverse=True)
+        candidates = sorted(scored, key=lambda step: (self.scores[step], -step))
+        for candidate in dict.fromkeys([*candidates, *newest_first]):
+            with contextlib.suppress(RaygptError):  # a damaged one is passed over
+                return self._named(candidate)
+        unfinished = ", ".join(map(str, self._folders))
+        begun = f" (unfinished or damaged: {unfinished})" if unfinished else ""
+        raise RaygptError(f"{self.folder} has no whole checkpoint{begun}; train it further: raygpt train")
+
+    def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """What a checkpoint's state belongs to: engine, recipe in steps, tokenizer, data."""
+        return checkpoints.facts(checkpoint)
+
+    def _named(self, step: int) -> Checkpoint:
+        if self._folders.get(step) is False:
+            raise RaygptError(f"{self.folder}: the checkpoint of step {step} is unfinished; {self._there()}")
+        if step not in self.steps:
+            raise RaygptError(f"{self.folder} has no checkpoint of step {step}; {self._there()}")
+        return checkpoints.find(self.folder, step)
+
+    def _there(self) -> str:
+        return f"there are: {', '.join(map(str, self.steps)) or 'none'}"
+
+    @cached_property
+    def _folders(self) -> dict[int, bool]:
+        """Step -> whether its folder has a marker."""
+        home = storage.join(self.folder, checkpoints.FOLDER)
+        found = {}
+        for name in storage.folders(home):
+            number = name.removeprefix("step-")
+            if name.startswith("step-") and number.isdecimal():
+                found[int(number)] = storage.exists(storage.join(home, name, checkpoints.MARKER))
+        return found
+
+
+def open_run(folder: str) -> OpenRun:
+    """The run in a folder or at an s3:// address; refuses what is none."""
+    run = OpenRun(storage.absolute(folder).rstrip("/"))
+    if not storage.exists(storage.join(run.folder, RECIPE)):
+        raise RaygptError(f"{folder} is no run, it has no {RECIPE}; name a folder that raygpt train made")
+    return run

@@ -1,0 +1,1 @@
+"""Tools for tests of raygpt, and of what is built on it."""

@@ -1,0 +1,102 @@
+"""A run that is killed again and again beside one that is not: the same losses, the same parameters, to the bit.
+
+from raygpt.testing.chaos import chaos
+
+print(chaos("tiny", kills=3, seed=0, storage="runs", **{"cluster.workers": 2, "training.steps": 60}))
+"""
+
+import json
+import os
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+import raygpt
+from raygpt import storage
+from raygpt.config import Recipe
+from raygpt.corpus import tokenizers
+from raygpt.engines import read_weights
+from raygpt.recipes import load_recipe
+from raygpt.testing.faults import VARIABLE
+from raygpt.training import checkpoints
+from raygpt.training.launch import Result
+from raygpt.training.session import METRICS
+
+
+@dataclass(frozen=True)
+class Chaos:
+    """What came of it."""
+
+    faults: list[str]
+    steps_repeated: list[int]  # by each
+    is_identical: bool  # losses of every step, parameters and optimizer at the end
+    undisturbed_s: float
+    disturbed_s: float
+
+
+def chaos(recipe: str, *, kills: int, seed: int, home: str, **overrides: Any) -> Chaos:
+    """Train a recipe undisturbed, then with SIGKILLs of random workers at random steps, some during a save."""
+    loaded = load_recipe(recipe, overrides)
+    faults = choose_kills(loaded, kills, seed)
+    straight, undisturbed_s = _timed(recipe, "undisturbed", home, overrides)
+    with patch.dict(os.environ, {VARIABLE: " ".join(faults)}):
+        killed, disturbed_s = _timed(recipe, "disturbed", home, overrides)
+    resumed = [line["step"] for line in read_metrics(killed.path) if "restart" in line]
+    reached = [_reached(fault) for fault in faults]
+    repeated = [step - after for step, after in zip(reached, resumed, strict=True)]
+    same = losses(straight.path) == losses(killed.path) and _is_same_state(straight, killed)
+    return Chaos(faults, repeated, same, undisturbed_s, disturbed_s)
+
+
+def choose_kills(recipe: Recipe, kills: int, seed: int) -> list[str]:
+    """Where and whom: ascending steps, each its own; every third while a checkpoint is written."""
+    chance = random.Random(seed)
+    every, steps = int(recipe.training.checkpoint_every), recipe.steps
+    saves = chance.sample(range(every, steps, every), kills // 3)
+    others = chance.sample([step for step in range(2, steps) if step % every], kills - len(saves))
+    chosen = sorted([(step, ":save") for step in saves] + [(step, "") for step in others])
+    return [f"kill@{step}:{chance.randrange(recipe.cluster.max_workers)}{when}" for step, when in chosen]
+
+
+def read_metrics(run_folder: str) -> list[dict[str, Any]]:
+    """Every line that a run has logged."""
+    return [json.loads(line) for line in storage.read_bytes(storage.join(run_folder, METRICS)).splitlines()]
+
+
+def losses(run_folder: str) -> list[tuple[int, float]]:
+    """Step and loss of every step that was logged, in the order of the file."""
+    return [(line["step"], line["loss"]) for line in read_metrics(run_folder) if "loss" in line]
+
+
+def _timed(recipe: str, name: str, home: str, overrides: dict[str, Any]) -> tuple[Result, float]:
+    started = time.monotonic()
+    result = raygpt.train(recipe, **overrides, **{"run.storage": home, "run.name": name})
+    if result.error:
+        raise result.error
+    return result, time.monotonic() - started
+
+
+def _reached(fault: str) -> int:
+    """The last step that was taken when it struck."""
+    step = int(fault.partition("@")[2].partition(":")[0])
+    return step if fault.endswith("save") else step - 1
+
+
+def _is_same_state(*runs: Result) -> bool:
+    one, other = map(_arrays, runs)
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def _arrays(run: Result) -> dict[str, Any]:
+    """Parameters and optimizer of a run's last checkpoint."""
+    checkpoint = checkpoints.find(run.path, None)
+    facts = checkpoints.facts(checkpoint)
+    model = load_recipe(storage.join(run.path, "recipe.yaml")).model
+    folder = checkpoints.on_this_node(checkpoint)
+    weights = read_weights(facts["engine"], folder, model, tokenizers.load(run.path).vocab)
+    kinds = {"parameters": weights.parameters, "means": weights.means, "squares": weights.squares}
+    return {f"{kind}/{name}": array for kind, arrays in kinds.items() for name, array in arrays.items()}

@@ -1,0 +1,74 @@
+"""An actor between the workers of a run, its driver and Ray Train's controller. Nobody waits there."""
+
+import time
+from typing import Any, Literal
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raygpt.training.session import Event
+
+Wish = Literal["stop", "save"]
+
+
+class Mailbox:
+    """What workers say, until the driver asks for it; how far they are; and what is wished of them."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._step, self._since = 0, time.monotonic()
+        self._wishes: set[Wish] = set()
+        self._told: dict[int, dict[int, Any]] = {}  # step -> rank -> what it says of its part of the checkpoint
+        self._saved = 0
+
+    def begin(self) -> None:
+        """A group of workers starts: what an earlier one has left half done does not count."""
+        self._told.clear()
+        self._since = time.monotonic()
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+
+    def take(self) -> list[Event]:
+        """All events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def beat(self, step: int) -> None:
+        """A step is taken."""
+        self._step, self._since = step, time.monotonic()
+
+    def last_beat(self) -> tuple[int, float]:
+        """The last step, and how many seconds ago it was."""
+        return self._step, time.monotonic() - self._since
+
+    def wish(self, wish: Wish) -> None:
+        self._wishes.add(wish)
+
+    def take_wishes(self) -> set[Wish]:
+        """All wishes since the last call."""
+        wishes, self._wishes = self._wishes, set()
+        return wishes
+
+    def tell(self, step: int, rank: int, part: Any) -> None:
+        """A worker has written its part of a step's checkpoint, or could not."""
+        self._told.setdefault(step, {})[rank] = part
+
+    def told(self, step: int) -> dict[int, Any]:
+        """What the workers told of a step, by rank."""
+        return self._told.get(step, {})
+
+    def saved(self, step: int) -> None:
+        """A checkpoint is whole."""
+        self._saved = step
+        self._told.pop(step, None)
+
+    def last_saved(self) -> int:
+        """The step of the newest checkpoint."""
+        return self._saved
+
+
+def open_mailbox() -> Any:
+    """On the driver's own node, which lives as long as the run does."""
+    here: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(num_cpus=0, scheduling_strategy=here)(Mailbox).remote()

@@ -1,0 +1,135 @@
+"""What happens when workers are lost: they start again, a bounded number of times, unless that is of no use.
+
+Ray Train asks a policy in its controller. An error that the user has to mend ends the run at once; so does a fault that
+comes back at the same step.
+"""
+
+import time
+from typing import Any
+
+import ray
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
+from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure
+from ray.train.v2._internal.execution.scaling_policy import (
+    ElasticScalingPolicy,
+    NoopDecision,
+    ResizeDecision,
+    ScalingDecision,
+)
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from raygpt.errors import RaygptError
+
+DEATHS = (ray.exceptions.RayActorError, WorkerHealthCheckFailedError)
+REPEATED = 3  # faults at one step end the run
+SAVED_WITHIN_S = 120.0  # or the workers are resized without
+
+
+class Trainer(DataParallelTrainer):
+    """Ray's trainer with our answer to faults, and with a checkpoint before workers are added."""
+
+    def __init__(self, *arguments: Any, mailbox: Any, hang_after: float | None = None, **options: Any):
+        super().__init__(*arguments, **options)
+        self._mailbox, self._hang_after = mailbox, hang_after
+
+    def _initialize_and_run_controller(self, **parts: Any) -> Any:
+        """Ray has no way to name a policy of one's own; here is where it makes its own ones."""
+        config = self.run_config.failure_config
+        parts["failure_policy"] = Recovery(config, self._mailbox, self._hang_after)
+        if isinstance(self.scaling_config.num_workers, tuple):
+            parts["scaling_policy"] = SavesFirst(self.scaling_config, self._mailbox)
+        return super()._initialize_and_run_controller(**parts)
+
+
+class Recovery(DefaultFailurePolicy):
+    """Counts faults, says what they were, and gives up on one that repeats itself."""
+
+    def __init__(self, config: Any, mailbox: Any, hang_after: float | None):
+        super().__init__(config)
+        self._mailbox, self._hang_after = mailbox, hang_after
+        self._steps: list[int] = []  # at which a fault struck
+
+    def make_decision(self, training_failed_error: Any) -> FailureDecision:
+        cause = told(training_failed_error)
+        if isinstance(cause, RaygptError):
+            return FailureDecision.RAISE
+        decision = super().make_decision(training_failed_error)
+        if isinstance(getattr(training_failed_error, "controller_failure", None), WorkerGroupStartupTimeoutError):
+            return decision  # nodes that are gone are still counted on for a while, and new ones take theirs to come
+        if _is_preemption_failure(training_failed_error):
+            self._say("a node was taken away", "")
+            return decision
+        step, silent_s = ray.get(self._mailbox.last_beat.remote())
+        what = self._describe(cause, training_failed_error, silent_s)
+        self._steps.append(step)
+        if len(self._steps) >= REPEATED and len(set(self._steps[-REPEATED:])) == 1:
+            text = f"the same fault came {REPEATED} times after step {step}, so that it is no accident: {what}"
+            self._mailbox.put.remote({"event": "verdict", "text": f"{text}. The workers' logs say more"})
+            return FailureDecision.RAISE
+        limit = self.failure_config.max_failures
+        if len(self._steps) > limit:  # Ray itself would try to start workers for ever
+            return FailureDecision.RAISE
+        if decision == FailureDecision.RETRY:
+            self._say(f"{what} after step {step}", f" (fault {len(self._steps)} of at most {limit})")
+        return decision
+
+    def _say(self, what: str, count: str) -> None:
+        text = f"{what}; the workers start again from the newest checkpoint{count}"
+        self._mailbox.put.remote({"event": "fault", "text": text})
+
+    def _describe(self, cause: BaseException, error: Any, silent_s: float) -> str:
+        """In a few words: Ray's own explanation of a process that ended fills a screen.
+
+        Who died comes before who failed, which is mostly because of that.
+        """
+        failures = getattr(error, "worker_failures", {})
+        dead = [rank for rank, failure in failures.items() if isinstance(failure, DEATHS)]
+        ranks = sorted(dead or failures)
+        who = f"worker {ranks[0]}" if len(ranks) == 1 else f"workers {', '.join(map(str, ranks))}" if ranks else "Ray"
+        if self._hang_after and silent_s >= self._hang_after:
+            return f"{who} hung: no step for {silent_s:.0f} s, the stacks are in logs/"
+        if dead:
+            return f"{who} died"
+        return f"{who} failed ({type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause) else ''})"
+
+
+class SavesFirst(ElasticScalingPolicy):
+    """Adding workers starts all of them anew: so first a checkpoint is asked for, and waited for."""
+
+    def __init__(self, config: Any, mailbox: Any):
+        super().__init__(config)
+        self._mailbox = mailbox
+        self._wanted: ResizeDecision | None = None
+        self._saved, self._since = 0, 0.0
+
+    def make_decision_for_running_worker_group(self, *arguments: Any, **named: Any) -> ScalingDecision:
+        if self._wanted is None:
+            decision = super().make_decision_for_running_worker_group(*arguments, **named)
+            if isinstance(decision, ResizeDecision):
+                self._wanted, self._since = decision, time.monotonic()
+                self._saved = ray.get(self._mailbox.last_saved.remote())
+                self._mailbox.wish.remote("save")
+                return NoopDecision()
+            return decision
+        is_saved = ray.get(self._mailbox.last_saved.remote()) > self._saved
+        if not is_saved and time.monotonic() - self._since < SAVED_WITHIN_S:
+            return NoopDecision()
+        decision, self._wanted = self._wanted, None
+        text = f"the workers start again from there, {decision.num_workers} of them now"
+        self._mailbox.put.remote({"event": "fault", "text": text})
+        return decision
+
+    def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
+        self._wanted = None
+        return super().make_decision_for_non_running_worker_group()
+
+
+def told(error: BaseException) -> BaseException:
+    """What a worker itself raised, out of what Ray wraps around it; a RaygptError before what followed from it."""
+    failures = getattr(error, "worker_failures", {}).values()
+    causes: list[BaseException] = [getattr(failure, "cause", None) or failure for failure in failures]
+    for cause in causes:
+        if isinstance(cause, RaygptError):
+            return RaygptError(str(cause).splitlines()[0])
+    return next(iter(causes), error)

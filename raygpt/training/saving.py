@@ -1,0 +1,162 @@
+"""Checkpoints are written behind the training: the loop begins a save, a thread finishes it.
+
+Every process writes its part of the state aside, publishes the files into the checkpoint's folder, and tells rank 0
+their sizes and checksums. When all have told, rank 0 commits. A save that fails costs a warning, and the checkpoints
+before it are as they were; only several in a row end the run.
+"""
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from raygpt.engines.base import Engine
+from raygpt.errors import RaygptError
+from raygpt.training import checkpoints
+from raygpt.training.session import Session
+from raygpt.training.task import Task
+
+PATIENCE_S = 60.0  # that a save waits for the one before it, and training with it
+ASKED_S = 0.05
+RETRIED_S = 5.0  # before the last save of a run is tried again
+
+Check = Callable[[int, dict[str, float]], None]
+
+
+class Saving:
+    """The checkpoints of one run. `check` raises where a step's metrics show that its state is no good."""
+
+    def __init__(self, task: Task, engine: Engine, session: Session, check: Check):
+        self._task, self._engine, self._session, self._check = task, engine, session, check
+        self._limit = task.recipe.run.failed_saves
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._begun = 0.0  # when the last save was
+        self._failed = 0  # in a row; of rank 0
+        self._newest = 0  # the last step that was committed; of rank 0
+
+    def begin(self, state: Any, step: int, metrics: Any) -> None:
+        """Begin to save; all processes at the same step. The one before has to be finished."""
+        if not self._session.decide(lambda: self._is_free(step)):
+            return
+        if self._thread:
+            self._thread.join()  # rank 0's has ended, so that this one only has its last lines to do
+        self._begun = time.monotonic()
+        part = checkpoints.parts_of(self._task.run_folder) / f"step-{step:08d}-{self._session.rank}"
+        error: BaseException | None = None
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            self._engine.save(state, str(part))
+        except Exception as raised:
+            error = raised
+
+        def work() -> None:
+            self._tell(step, part, error)
+            if self._session.rank == 0:
+                self._conclude(step, metrics)
+
+        self._thread = threading.Thread(target=work, name=f"save-{step}")  # no daemon: an exit waits for it
+        self._thread.start()
+
+    def look(self) -> None:
+        """Raise what a thread found: a loss that is not a number, or too many failures."""
+        if self._error:
+            raise self._error
+
+    def finish(self, state: Any, step: int, metrics: Any) -> None:
+        """Until this step, the last, is saved; it is tried again as often as saves may fail."""
+        while self._session.decide(lambda: self._newest_after_waiting()) != step:
+            self._session.beat(step)
+            if self._session.decide(lambda: not self._is_busy() and self._pause()):
+                self.begin(state, step, metrics)
+        self.look()
+
+    def _newest_after_waiting(self) -> int:
+        if self._thread:
+            self._thread.join(PATIENCE_S)
+        self.look()
+        return self._newest
+
+    def _is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _pause(self) -> bool:
+        if self._failed:
+            time.sleep(RETRIED_S)
+        return True
+
+    def _is_free(self, step: int) -> bool:
+        """Rank 0: whether the save before is finished, everywhere, and there is a place for this one."""
+        if self._thread:
+            self._thread.join(PATIENCE_S)
+        self.look()
+        if self._is_busy():
+            self._fail(step, "the one before it is still being written")
+            return False
+        try:
+            checkpoints.make_room(self._task.run_folder, step)
+        except (OSError, RaygptError) as error:
+            self._fail(step, str(error))
+            return False
+        return True
+
+    def _tell(self, step: int, part: Any, error: BaseException | None) -> None:
+        """Finish this process's part, and say so, or say what went wrong."""
+        try:
+            if error:
+                raise error
+            self._engine.wait_for_save()
+            self._task.faults.strike(step, self._session.rank, "save")
+            files = checkpoints.publish(part, checkpoints.folder_of(self._task.run_folder, step))
+            self._session.tell(step, {"files": files})
+        except Exception as raised:
+            self._session.tell(step, {"error": _first_line(raised)})
+
+    def _conclude(self, step: int, metrics: Any) -> None:
+        """Rank 0: commit when all parts are there, unless the state is no good."""
+        try:
+            told = self._wait_for_all(step)
+            errors = [part["error"] for part in told.values() if "error" in part]
+            if errors:
+                self._fail(step, errors[0])
+                return
+            self._check(step, self._engine.read(metrics))
+            self._commit(step, {name: facts for part in told.values() for name, facts in part["files"].items()})
+        except Exception as error:
+            self._error = error
+
+    def _wait_for_all(self, step: int) -> dict[int, dict[str, Any]]:
+        while len(told := self._session.told(step)) < self._session.workers:
+            time.sleep(ASKED_S)
+        return told
+
+    def _commit(self, step: int, files: dict[str, Any]) -> None:
+        folder = checkpoints.folder_of(self._task.run_folder, step)
+        try:
+            checkpoints.commit(folder, step, self._task.facts, files)
+            checkpoints.prune(self._task.run_folder, self._task.recipe.run)
+        except (OSError, RaygptError) as error:
+            self._fail(step, str(error))
+            return
+        self._failed, self._newest = 0, step
+        self._session.saved(step, folder)
+        took = time.monotonic() - self._begun
+        self._session.emit({"event": "checkpoint", "step": step, "folder": folder, "seconds": took})
+
+    def _fail(self, step: int, reason: str) -> None:
+        """Warn; too many in a row end the run, while the checkpoints that there are still are of use."""
+        self._failed += 1
+        said = f"the checkpoint of step {step} could not be saved ({reason})"
+        if self._failed >= self._limit:
+            self._error = RaygptError(
+                f"{said}, and so it was {self._failed} times in a row; the ones before are whole. Make room in "
+                "run.storage or mend it, then run the same command again"
+            )
+            return
+        text = f"{said}; training goes on, and ends after {self._limit} in a row"
+        self._session.emit({"event": "warning", "text": text})
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

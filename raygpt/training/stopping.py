@@ -1,0 +1,77 @@
+"""Stopping a run so that it can go on: Ctrl-C, a signal, or a wish from elsewhere. All workers save, and end.
+
+A second Ctrl-C does not wait for them. From elsewhere a run is stopped by a file in its directory, which its driver
+looks for (`raygpt stop RUN`).
+"""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from raygpt import storage
+from raygpt.errors import RaygptError
+from raygpt.training.hold import holder_of
+from raygpt.training.session import Event
+
+WISH = "stop"
+LOOKED_S = 2.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, `kill` and `ray job stop`, a closed terminal
+
+
+@contextlib.contextmanager
+def stoppable(run_folder: str, mailbox: Any, watch: Callable[[Event], None]) -> Iterator[Callable[[], None]]:
+    """Inside the block signals ask the workers to save and end. Yields what looks for a wish from elsewhere."""
+    uri = storage.join(run_folder, WISH)
+    storage.delete(uri)  # one that came too late for an earlier part of the run
+    asked = threading.Event()
+    looked = time.monotonic()
+
+    def ask(who: str) -> None:
+        asked.set()
+        mailbox.wish.remote("stop")
+        watch({"event": "stopping", "text": f"{who}: saving after the next logged step"})
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        ask(f"{signal.Signals(number).name}, once more to stop at once")
+
+    def look() -> None:
+        nonlocal looked
+        if asked.is_set() or time.monotonic() - looked < LOOKED_S:
+            return
+        looked = time.monotonic()
+        with contextlib.suppress(OSError, RaygptError):
+            if storage.exists(uri):
+                storage.delete(uri)
+                ask("stopped from elsewhere")
+
+    with _handled(on_signal):
+        yield look
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Signals can only be handled in the main thread; elsewhere they are somebody else's affair."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def ask_to_stop(run_folder: str) -> str:
+    """Leave the wish for a run's driver; who that is comes back."""
+    holder = holder_of(run_folder)
+    if holder is None or holder.is_gone:
+        raise RaygptError(f"{run_folder} is not being trained; there is nothing to stop")
+    storage.write_bytes(storage.join(run_folder, WISH), b"")
+    return str(holder)

@@ -1,0 +1,43 @@
+"""What to train, as every worker gets it."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from raygpt.config import Recipe
+from raygpt.corpus import tokenizers
+from raygpt.corpus.feed import Feed
+from raygpt.corpus.store import TokenStream
+from raygpt.corpus.tokenizers import Tokenizer
+from raygpt.testing.faults import Faults
+from raygpt.training.checkpoints import Checkpoint
+
+
+@dataclass(frozen=True)
+class Task:
+    """A recipe with its corpus and its run directory."""
+
+    recipe: Recipe
+    feed: Feed
+    val: tuple[TokenStream, ...]
+    run_folder: str
+    start_from: Checkpoint | None = None  # another run's
+    faults: Faults = field(default_factory=Faults)  # on purpose, for tests
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return tokenizers.load(self.run_folder)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint belongs to."""
+        return {
+            "engine": self.recipe.engine,
+            "recipe": self.recipe.to_dict(),
+            "tokenizer": tokenizers.fingerprint(self.tokenizer),
+            "data": [stream.index.fingerprint for stream in self.feed.streams],
+        }
+
+    @property
+    def flops_per_token(self) -> int:
+        return self.recipe.model.flops_per_token(self.tokenizer.vocab)

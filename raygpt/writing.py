@@ -1,0 +1,90 @@
+"""What people see of `raygpt generate`: text as it is written, several texts, or a conversation."""
+
+import secrets
+import sys
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.markup import escape
+
+from raygpt import console
+from raygpt.console import _printable as printable
+from raygpt.console import err, out
+from raygpt.errors import RaygptError
+from raygpt.inference.generate import Manner, Sample, encode_prompt, generate
+from raygpt.inference.loaded import Loaded
+
+
+def seed(given: int | None) -> int:
+    """The one that was given, or one that nobody has seen before; either way it is told."""
+    return secrets.randbelow(2**31) if given is None else given
+
+
+def write(loaded: Loaded, prompt: str | None, manner: Manner, samples: int) -> None:
+    """One text appears as it is written; several when all are done."""
+    started = time.perf_counter()
+    notes: list[str] = []
+    if samples == 1:
+        texts = _written(loaded, prompt, manner, notes)
+    else:
+        texts = generate(loaded, prompt, manner, samples, note=notes.append)
+        for number, text in enumerate(texts, start=1):
+            out.print(f"[bold cyan]sample {number}[/]")
+            _put(f"{prompt or ''}{text.text}\n")
+    tokens = sum(len(text.ids) for text in texts)
+    for note in notes:
+        _note(note)
+    _note(f"{_which(loaded)}; {tokens} tokens in {time.perf_counter() - started:.1f} s; seed {manner.seed}")
+
+
+def _written(loaded: Loaded, prompt: str | None, manner: Manner, notes: list[str]) -> list[Sample]:
+    encode_prompt(loaded.tokenizer, prompt)  # what cannot be read is refused before anything is shown
+    _put(prompt or "")
+    texts = generate(loaded, prompt, manner, show=_put, note=notes.append)
+    _put("\n")
+    return texts
+
+
+def converse(loaded: Loaded, manner: Manner, first: str | None) -> None:
+    """A prompt a line until there are no more; a line that cannot be read is said so, and the next is asked for."""
+    _note(f"{_which(loaded)}; a prompt a line, an empty one ends")
+    notes: list[str] = []  # that the context was full is nothing new here
+    prompt = first if first is not None else _ask()
+    while prompt:
+        try:
+            _written(loaded, prompt, manner, notes)
+        except RaygptError as error:
+            console.fail(str(error))
+        manner = replace(manner, seed=manner.seed + 1)  # the same prompt again gives another text
+        prompt = _ask()
+
+
+def as_json(loaded: Loaded, prompt: str | None, manner: Manner, samples: int) -> dict[str, Any]:
+    """The texts with all that made them."""
+    notes: list[str] = []
+    texts = generate(loaded, prompt, manner, samples, note=notes.append)
+    written = [{"text": text.text, "tokens": len(text.ids), "ended": text.ended_early} for text in texts]
+    about = {"run": loaded.run.folder, "step": loaded.checkpoint.step, "val_loss": loaded.val_loss}
+    return {**about, "prompt": prompt, **asdict(manner), "samples": written, "notes": notes}
+
+
+def _ask() -> str:
+    try:
+        return input("> ")
+    except EOFError:
+        return ""
+
+
+def _put(text: str) -> None:
+    sys.stdout.write(printable(text))
+    sys.stdout.flush()
+
+
+def _note(text: str) -> None:
+    err.print(f"[dim]({escape(text)})[/]", soft_wrap=True)
+
+
+def _which(loaded: Loaded) -> str:
+    loss = "" if loaded.val_loss is None else f", validation loss {loaded.val_loss:.4f}"
+    return f"checkpoint of step {loaded.checkpoint.step}{loss}"

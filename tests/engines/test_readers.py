@@ -1,0 +1,112 @@
+"""A trained model that is only read: both engines' readers beside Hugging Face's GPT-2."""
+
+from importlib import import_module
+
+import numpy as np
+import pytest
+import torch
+from reference import hugging_face
+
+from raygpt.config import Model
+from raygpt.engines import engine_of, read_parameters
+from raygpt.engines.base import bucket
+from raygpt.recipes import load_recipe
+
+VOCAB, CONTEXT = 100, 24
+MODEL = Model(layers=2, heads=4, width=32, context=CONTEXT, precision="fp32")
+
+
+@pytest.fixture(scope="module", params=["jax", "torch"])
+def engine(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return hugging_face(2, 4, 32, CONTEXT, VOCAB, tied=True).eval()
+
+
+@pytest.fixture(scope="module")
+def opened(engine, reference):
+    reader = import_module(f"raygpt.engines.{engine}.reader").Reader(MODEL, VOCAB)
+    arrays = {name: tensor.numpy() for name, tensor in reference.state_dict().items()}
+    return reader, reader.load(arrays)
+
+
+def tokens(rows, time):
+    return np.random.default_rng(1).integers(0, VOCAB, (rows, time)).astype(np.int32)
+
+
+@torch.no_grad()
+def logits(reference, ids):
+    return reference(torch.tensor(ids).long()).logits.numpy()
+
+
+@pytest.mark.parametrize("time", [1, 5, CONTEXT])
+def test_what_follows_a_prompt_of_any_length_is_hugging_faces(opened, reference, time):
+    reader, state = opened
+    ids = tokens(3, time)
+    found, _ = reader.prefill(state, ids)
+    assert found.shape == (3, VOCAB)
+    np.testing.assert_allclose(found, logits(reference, ids)[:, -1], atol=2e-4)
+
+
+def test_each_token_is_read_after_those_before_it(opened, reference):
+    reader, state = opened
+    ids = tokens(2, 12)
+    expected = logits(reference, ids)
+    _, cache = reader.prefill(state, ids[:, :5])
+    for place in range(5, 12):
+        found, cache = reader.decode(state, ids[:, place : place + 1], place, cache)
+        np.testing.assert_allclose(found, expected[:, place], atol=2e-4)
+
+
+@pytest.mark.parametrize(("rows", "time"), [(3, 7), (2, CONTEXT)])
+def test_every_token_gets_its_log_probability_and_whether_it_is_the_likeliest(opened, reference, rows, time):
+    reader, state = opened
+    windows = tokens(rows, time + 1)
+    expected = logits(reference, windows[:, :-1])
+    windows[0, 3] = expected[0, 2].argmax()  # one that hits; those after it are compared no further
+    logs, hits = reader.grade(state, windows)
+    assert logs.shape == hits.shape == (rows, time)
+    assert hits[0, 2]
+    normal = expected - np.log(np.exp(expected).sum(-1, keepdims=True))
+    picked = np.take_along_axis(normal, windows[:, 1:, None], axis=2)[..., 0]
+    np.testing.assert_allclose(logs[1:], picked[1:], atol=2e-4)
+    np.testing.assert_allclose(logs[0, :3], picked[0, :3], atol=2e-4)
+    np.testing.assert_array_equal(hits[1:], expected.argmax(-1)[1:] == windows[1:, 1:])
+
+
+def test_all_lengths_share_a_few_programs():
+    assert sorted({bucket(n, 1024) for n in range(1, 1025)}) == [128, 256, 512, 1024]
+    assert {bucket(n, 24) for n in range(1, 25)} == {24}
+    assert {bucket(n, 1000) for n in range(513, 1001)} == {1000}
+
+
+def test_prompts_of_one_bucket_are_compiled_once(opened, engine):
+    if engine == "torch":
+        pytest.skip("nothing is compiled")
+    reader, state = opened
+    before = reader._extend._cache_size()
+    for time in (2, 6, 17):
+        _, cache = reader.prefill(state, tokens(7, time))
+        for place in range(time, time + 3):
+            _, cache = reader.decode(state, tokens(7, 1), place, cache)
+    assert reader._extend._cache_size() - before == 2  # the bucket, and a single token
+
+
+def recipe(engine):
+    sizes = {"layers": 2, "heads": 4, "width": 32, "context": CONTEXT}
+    return load_recipe("tiny", {"engine": engine, "model": sizes, "training.batch_tokens": 8 * CONTEXT})
+
+
+def test_parameters_are_read_without_the_optimizer(engine, tmp_path):
+    writer = engine_of(engine).Engine(recipe(engine), VOCAB)
+    state = writer.start()
+    expected = writer.gather(state).parameters
+    writer.save(state, str(tmp_path / "state"))
+    writer.wait_for_save()
+    found = read_parameters(engine, str(tmp_path / "state"), recipe(engine).model, VOCAB)
+    assert set(found) == set(expected)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array)

@@ -1,0 +1,151 @@
+"""Continuations and tasks, beside plain arithmetic on Hugging Face's GPT-2."""
+
+import json
+import math
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+
+from raygpt.config import Model
+from raygpt.corpus.tokenizers import Bytes, Char
+from raygpt.errors import RaygptError
+from raygpt.evaluation import continuations, tasks
+from raygpt.evaluation.continuations import Pair, Score, encode, score
+
+CONTEXT, VOCAB = 24, 257
+
+
+@pytest.fixture(scope="module")
+def reference():
+    import torch
+    import transformers
+
+    torch.manual_seed(2)
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=2, initializer_range=0.2, **ends
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+@pytest.fixture(scope="module", params=["jax", "torch"])
+def loaded(request, reference):
+    model = Model(layers=2, heads=2, width=32, context=CONTEXT, precision="fp32")
+    reader = import_module(f"raygpt.engines.{request.param}.reader").Reader(model, VOCAB)
+    state = reader.load({name: tensor.numpy() for name, tensor in reference.state_dict().items()})
+    return SimpleNamespace(reader=reader, state=state, tokenizer=Bytes())
+
+
+def by_hand(reference, context, continuation):
+    """One pair at a time, one token at a time."""
+    import torch
+
+    ids = list((context + continuation).encode()) if context else [256, *continuation.encode()]
+    total, greedy = 0.0, True
+    for place in range(len(ids) - len(continuation.encode()), len(ids)):
+        seen = ids[max(0, len(ids) - 1 - CONTEXT) : place]
+        with torch.no_grad():
+            logs = reference(torch.tensor([seen])).logits[0, -1].log_softmax(0)
+        total, greedy = total + float(logs[ids[place]]), greedy and int(logs.argmax()) == ids[place]
+    return total, greedy
+
+
+PAIRS = [
+    Pair("one", " two"),
+    Pair("a longer text", " x"),
+    Pair("", "alone"),
+    Pair("cut off on the left, as it is too long", " to be seen"),
+    Pair("é", " ü€"),
+]
+
+
+def test_continuations_are_as_likely_as_hugging_face_finds_them(loaded, reference, monkeypatch):
+    monkeypatch.setattr(continuations, "TOKENS", 2 * CONTEXT)  # several batches
+    watched = []
+    found = score(loaded, PAIRS, lambda done, total: watched.append((done, total)))
+    for pair, (log_probability, greedy) in zip(PAIRS, found, strict=True):
+        expected = by_hand(reference, *pair)
+        assert log_probability == pytest.approx(expected[0], abs=1e-3), pair
+        assert greedy == expected[1]
+    assert watched == [(2, 5), (4, 5), (5, 5)]
+
+
+def test_a_continuation_of_the_likeliest_tokens_is_greedy(loaded, reference):
+    import torch
+
+    letters = [chr(code) for code in range(ord("A"), ord("z"))]
+    with torch.no_grad():
+        likeliest = reference(torch.tensor([[ord(c)] for c in letters])).logits[:, -1].argmax(1).tolist()
+    pairs = [Pair(c, chr(token)) for c, token in zip(letters, likeliest, strict=True) if 33 <= token < 127]
+    assert len(pairs) > 3
+    others = [Pair(c, chr(ord(after) - 1)) for c, after in pairs]
+    assert [found.greedy for found in score(loaded, pairs + others)] == [True] * len(pairs) + [False] * len(pairs)
+
+
+def test_blanks_at_the_end_of_a_context_belong_to_the_continuation():
+    (encoded,) = encode(Bytes(), [Pair("ab  ", "c")], 100)
+    assert (encoded.ids, encoded.continuation) == (list(b"ab  c"), 3)
+
+
+# HellaSwag and LAMBADA
+
+ITEM = {"activity_label": "Cooking", "ctx": "A man [step]cuts.", "endings": ["He eats.", "No  [x]."], "label": "1"}
+
+
+def test_hellaswag_asks_for_each_ending_without_wikihows_marks():
+    query = "Cooking: A man cuts."
+    assert tasks.hellaswag_pairs(ITEM) == [Pair(query, " He eats."), Pair(query, " No .")]
+    halves = {**ITEM, "ctx_a": "A man [title] cuts.", "ctx_b": "the KNIFE"}
+    assert tasks.hellaswag_pairs(halves)[0].context == "Cooking: A man.  cuts. The knife".replace("  ", " ")
+
+
+def test_hellaswag_counts_the_likeliest_ending_and_the_likeliest_by_characters():
+    first, second = [Score(-8.0, False), Score(-5.0, False)], [Score(-7.9, False), Score(-4.1, False)]
+    assert tasks.hellaswag_choices(ITEM, first) == (1, 0)  # -8 / 8 characters against -5 / 4
+    items = [ITEM, {**ITEM, "label": 0}]
+    found = tasks.hellaswag_result(items, [first, second])
+    assert found == pytest.approx({"acc": 0.5, "acc_stderr": 0.5, "acc_norm": 0.5, "acc_norm_stderr": 0.5})
+
+
+def test_lambada_asks_for_the_last_word():
+    assert tasks.lambada_pairs({"text": "I saw  the sign"}) == [Pair("I saw  the", " sign")]
+
+
+def test_lambada_counts_greedy_words_and_their_perplexity():
+    found = tasks.lambada_result([{}] * 3, [[Score(-1.0, True)], [Score(-2.0, False)], [Score(-6.0, False)]])
+    assert found["acc"] == pytest.approx(1 / 3)
+    assert found["acc_stderr"] == pytest.approx(math.sqrt(2 / 9 / 2))
+    assert found["perplexity"] == pytest.approx(math.exp(3))
+    assert found["perplexity_stderr"] == pytest.approx(math.exp(3) * math.sqrt(7 / 3))
+
+
+def test_items_are_read_and_refused(tmp_path):
+    file = tmp_path / "items.jsonl"
+    file.write_text("".join(json.dumps({"text": f"word {n}"}) + "\n" for n in range(5)))
+    assert [item["text"] for item in tasks.read_items("lambada", str(file), 2)] == ["word 0", "word 1"]
+    for content, message in (
+        ('{"txt": "a"}', "has an item without 'text'; lambada wants text in every line"),
+        ("", "has no items"),
+        ("word", "is not JSON in every line"),
+    ):
+        file.write_text(content)
+        with pytest.raises(RaygptError, match=message):
+            tasks.read_items("lambada", str(file))
+
+
+def test_a_task_that_a_tokenizer_cannot_write_is_refused_in_one_line(loaded):
+    small = SimpleNamespace(reader=loaded.reader, state=loaded.state, tokenizer=Char("abc"))
+    with pytest.raises(RaygptError) as caught:
+        tasks.score_items(small, "lambada", [{"text": "a d"}])
+    assert str(caught.value) == (
+        "lambada cannot be asked: the character ' ' (U+0020) is not among the 3 that this char tokenizer was made "
+        "from; leave it out"
+    )
+
+
+def test_real_items_have_the_keys_that_are_asked_for(shared_data):
+    for name, file, count in (("hellaswag", "hellaswag_val.jsonl", 10042), ("lambada", "lambada_test.jsonl", 5153)):
+        items = tasks.read_items(name, str(shared_data / "eval" / file))
+        assert len(items) == count
+        assert all(len(tasks.TASKS[name].pairs(item)) == (4 if name == "hellaswag" else 1) for item in items)

@@ -1,0 +1,180 @@
+"""Text from a model: what is certain is shown, what stops it is left out, and the cache changes nothing."""
+
+from importlib import import_module
+
+import numpy as np
+import pytest
+
+from raygpt.config import Model
+from raygpt.corpus.tokenizers import Bytes, Char
+from raygpt.errors import RaygptError
+from raygpt.inference.generate import Sample, encode_prompt
+from raygpt.inference.sampling import sample, stream
+
+
+def written(text, stop=()):
+    """A sample that got a text byte by byte: the sample, and what became certain with each."""
+    grown = Sample(Bytes(), stop)
+    return grown, [grown.add(byte) for byte in text.encode()]
+
+
+def test_a_character_is_shown_when_all_its_bytes_are_there():
+    grown, shown = written("aé€")
+    assert shown == ["a", "", "é", "", "", "€"]
+    assert grown.text == "aé€"
+
+
+def test_bytes_that_never_become_a_character_show_in_the_end():
+    grown = Sample(Bytes())
+    assert [grown.add(ord("a")), grown.add(0xC3), grown.finish()] == ["a", "", "�"]
+
+
+def test_what_may_become_a_stop_string_is_held_back_until_it_is_known():
+    grown, shown = written("a EN END b", stop=("END",))
+    assert shown == ["a", " ", "", "", "EN ", "", "", "", "", ""]
+    assert (grown.text, grown.ended, grown.ended_early) == ("a EN ", True, True)
+
+
+def test_the_first_of_several_stop_strings_counts():
+    assert written("one, two; three", stop=(";", ","))[0].text == "one"
+
+
+def test_a_document_that_ends_ends_the_text():
+    grown, _ = written("over")
+    grown.add(Bytes.end_of_text)
+    grown.add(ord("x"))
+    assert (grown.text, grown.ended, grown.ids) == ("over", True, list(b"over"))
+
+
+def test_what_was_held_back_is_shown_when_nothing_follows():
+    grown, _ = written("the E", stop=("END",))
+    assert (grown.text, grown.finish(), grown.text) == ("the ", "E", "the E")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt", "message"),
+    [
+        (Bytes(), "", "the prompt is empty; write some text, or leave it out to begin as a document does"),
+        (Bytes(), "\udcff", "the prompt is not UTF-8 text; write it in UTF-8"),
+        (
+            Char("abc"),
+            "abé",
+            "the prompt cannot be read: the character 'é' (U+00E9) is not among the 3 that this char tokenizer was "
+            "made from; leave it out",
+        ),
+    ],
+)
+def test_a_prompt_that_cannot_be_read_is_refused(tokenizer, prompt, message):
+    with pytest.raises(RaygptError) as caught:
+        encode_prompt(tokenizer, prompt)
+    assert str(caught.value) == message
+
+
+def test_without_a_prompt_a_document_begins():
+    assert encode_prompt(Bytes(), None).tolist() == [256]
+
+
+# Beyond the context
+
+
+class Counting:
+    """A model that writes the number of tokens that it sees; it notes what it was asked."""
+
+    context = 8
+
+    def __init__(self):
+        self.read = []
+
+    def prefill(self, state, ids):
+        self.read.append(ids.tolist())
+        return self._logits(len(ids), ids.shape[1]), None
+
+    def decode(self, state, ids, start, cache):
+        return self._logits(len(ids), start + 1), None
+
+    def _logits(self, rows, seen):
+        return np.tile(np.eye(20)[seen], (rows, 1))
+
+
+def test_past_the_context_the_last_half_is_read_in_again():
+    model, told = Counting(), []
+    drawn = stream(model, None, np.array([[11, 12, 13]], dtype=np.int32), temperature=0, forgets=told.append)
+    found = [int(next(drawn)[0]) for _ in range(12)]
+    assert found == [3, 4, 5, 6, 7, 8, 4, 5, 6, 7, 8, 4]
+    assert model.read == [[[11, 12, 13]], [[5, 6, 7, 8]], [[5, 6, 7, 8]]]
+    assert told == [4, 4]
+
+
+def test_of_a_prompt_longer_than_the_context_the_end_is_read():
+    model, told = Counting(), []
+    next(stream(model, None, np.arange(9, dtype=np.int32)[None], forgets=told.append))
+    assert model.read == [[[5, 6, 7, 8]]]
+    assert told == [4]
+
+
+def test_a_full_context_is_read_whole():
+    model = Counting()
+    assert int(next(stream(model, None, np.arange(8, dtype=np.int32)[None], temperature=0))[0]) == 8
+
+
+# top-p
+
+
+class Fixed:
+    """Probabilities 0.5, 0.3, 0.15 and 0.05, whatever it reads."""
+
+    context = 10**6
+
+    def prefill(self, state, ids):
+        return np.tile(np.log([0.15, 0.5, 0.05, 0.3]), (len(ids), 1)), None
+
+    def decode(self, state, ids, start, cache):
+        return self.prefill(state, ids)
+
+
+@pytest.mark.parametrize(
+    ("top_p", "temperature", "top_k", "expected"),
+    [
+        (0.79, 1.0, None, [0, 0.5 / 0.8, 0, 0.3 / 0.8]),
+        (0.81, 1.0, None, [0.15 / 0.95, 0.5 / 0.95, 0, 0.3 / 0.95]),
+        (0.4, 1.0, None, [0, 1, 0, 0]),
+        (1.0, 1.0, None, [0.15, 0.5, 0.05, 0.3]),
+        (0.7, 0.5, None, [0, 0.25 / 0.34, 0, 0.09 / 0.34]),  # 0.5² of 0.365 are 0.68 of the whole
+        (0.6, 1.0, 2, [0, 1, 0, 0]),  # of the two that top-k leaves, the first has 0.625
+    ],
+)
+def test_top_p_draws_from_the_fewest_that_have_the_share(top_p, temperature, top_k, expected):
+    prompt = np.zeros((4000, 1), dtype=np.int32)
+    drawn = sample(Fixed(), None, prompt, 5, temperature=temperature, top_k=top_k, top_p=top_p, seed=3)
+    shares = np.bincount(drawn.ravel(), minlength=4) / drawn.size
+    np.testing.assert_allclose(shares, expected, atol=0.015)
+    assert not shares[np.array(expected) == 0].any()
+
+
+# With a real model
+
+
+@pytest.mark.parametrize("engine", ["jax", "torch"])
+def test_greedy_text_is_the_uncached_models_and_hugging_faces(engine):
+    import torch
+    import transformers
+
+    torch.manual_seed(1)
+    vocab, context = 100, 40
+    config = transformers.GPT2Config(
+        vocab_size=vocab, n_positions=context, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    model = Model(layers=2, heads=4, width=32, context=context, precision="fp32")
+    reader = import_module(f"raygpt.engines.{engine}.reader").Reader(model, vocab)
+    state = reader.load({name: tensor.numpy() for name, tensor in theirs.state_dict().items()})
+    prompt = np.random.default_rng(0).integers(0, vocab, (3, 7)).astype(np.int32)
+    found = sample(reader, state, prompt, 33, temperature=0.0)
+    assert len(np.unique(found)) > 10, "a text worth comparing"
+    expected = theirs.generate(torch.tensor(prompt).long(), max_new_tokens=33, do_sample=False, pad_token_id=0)
+    np.testing.assert_array_equal(found, expected[:, 7:].numpy())
+    ids = prompt
+    for _ in range(33):  # without a cache: all is read again for every token
+        ids = np.concatenate([ids, reader.prefill(state, ids)[0].argmax(1)[:, None].astype(np.int32)], axis=1)
+    np.testing.assert_array_equal(found, ids[:, 7:])

@@ -1,0 +1,132 @@
+"""Real runs that are disturbed: workers that hang or fail again and again, a driver that is killed or told to stop."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import raygpt
+from raygpt.errors import RaygptError
+from raygpt.testing.chaos import losses, read_metrics
+from raygpt.testing.faults import VARIABLE
+from raygpt.training.stopping import ask_to_stop
+
+SMALL = {
+    "model": {"layers": 1, "heads": 2, "width": 16, "context": 16, "dropout": 0.1},
+    "data": {"tokenizer": "bytes", "val": 0.1},
+    "schedule": {"kind": "constant", "warmup_steps": 0},
+    "training": {"batch_tokens": 80, "steps": 40, "log_every": 1, "eval_every": 20, "checkpoint_every": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    home = tmp_path_factory.mktemp("recovery")
+    text = home / "text.txt"
+    text.write_text("".join(f"the cat sat on mat {n % 7}\n<|endoftext|>\n" for n in range(400)))
+    return {**SMALL, "data.source": str(text), "run.storage": str(home)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_cluster, recipe):
+    return raygpt.train("tiny", **recipe, **{"run.name": "undisturbed"})
+
+
+# Workers
+
+
+def test_a_worker_that_hangs_is_noticed_and_shows_where(ray_cluster, recipe, undisturbed, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "hang@8")
+    result = raygpt.train("tiny", **recipe, **{"run.name": "hung", "training.hang_after": 20})
+    assert result.error is None
+    assert losses(result.path) == losses(undisturbed.path)
+    assert [line["step"] for line in read_metrics(result.path) if "restart" in line] == [5]
+    log = Path(result.path, "logs", "worker-0.log").read_text()
+    assert "Timeout" in log
+    assert "in strike" in log  # the line that it hung at
+
+
+def test_a_fault_that_comes_back_at_its_step_ends_the_run_with_that_diagnosis(ray_cluster, recipe, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "raise@8:always")
+    result = raygpt.train("tiny", **recipe, **{"run.name": "thrice"})
+    assert isinstance(result.error, RaygptError)
+    assert "the same fault came 3 times after step 7" in str(result.error)
+    assert "RuntimeError: a fault was asked for at step 8" in str(result.error)
+    assert [step for step, _ in losses(result.path)] == list(range(1, 8))
+
+
+def test_no_restarts_are_made_where_none_are_allowed(ray_cluster, recipe, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "raise@3")
+    result = raygpt.train("tiny", **recipe, **{"run.name": "once", "cluster.max_faults": 0})
+    assert "a fault was asked for at step 3" in str(result.error)
+
+
+# The driver
+
+
+@pytest.fixture
+def driver(recipe):
+    """`raygpt train` in a process of its own, with a cluster of its own."""
+    started = []
+
+    def start(name):
+        words = [f"{key}={value}" for key, value in recipe.items() if not isinstance(value, dict)]
+        for part, values in SMALL.items():
+            words += [f"{part}.{key}={value}" for key, value in values.items()]
+        words += ["training.steps=4000", f"run.name={name}"]
+        environment = {**os.environ, "PYTHONPATH": str(Path(raygpt.__file__).parents[1])}
+        command = [sys.executable, "-m", "raygpt", "train", "tiny", *words]
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def wait_for_step(folder, step, process):
+    """Until a run has logged it."""
+    deadline = time.monotonic() + 180
+    path = Path(folder, "metrics.jsonl")
+    while time.monotonic() < deadline and process.poll() is None:
+        lines = path.read_text().splitlines() if path.exists() else []
+        if lines and json.loads(lines[-1])["step"] >= step:
+            return
+        time.sleep(0.1)
+    raise AssertionError(process.communicate(timeout=30)[0])
+
+
+def test_a_driver_may_be_killed_interrupted_and_stopped_from_elsewhere(driver, recipe, undisturbed):
+    folder = f"{recipe['run.storage']}/driven"
+    killed = driver("driven")
+    wait_for_step(folder, 12, killed)
+    killed.kill()
+    killed.wait()
+    interrupted = driver("driven")  # its hold is stale
+    wait_for_step(folder, 60, interrupted)
+    interrupted.send_signal(signal.SIGINT)
+    output = interrupted.communicate(timeout=120)[0]
+    assert interrupted.returncode == 130, output
+    assert "SIGINT, once more to stop at once: saving after the next logged step" in output
+    assert "the same command goes on from there" in output
+    stopped = driver("driven")
+    done = losses(folder)[-1][0]
+    wait_for_step(folder, done + 10, stopped)
+    assert f"process {stopped.pid}" in ask_to_stop(folder)
+    output = stopped.communicate(timeout=120)[0]
+    assert stopped.returncode == 130, output
+    assert f"continuing after step {done}" in output
+    logged = losses(folder)
+    assert [step for step, _ in logged] == list(range(1, len(logged) + 1))
+    assert logged[:40] == losses(undisturbed.path)
+    with pytest.raises(RaygptError, match="is not being trained"):
+        ask_to_stop(folder)
