@@ -292,6 +292,33 @@ def doctor(as_json: Json = False) -> None:
         console.show_findings(findings)
 
 
+@app.command()
+def bench(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    engine: Annotated[str, typer.Option(help="jax or torch.")] = "jax",
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows.")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a row.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure, after 15 to warm up.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """Measure the training step on this hardware, and compare with what was recorded: GPT-2 124M, smaller on a CPU."""
+    from dataclasses import replace
+
+    from raygpt import bench as benchmark
+    from raygpt import console
+
+    if engine not in ("jax", "torch"):
+        raise RaygptError(f"--engine: {engine} is neither jax nor torch; write --engine jax")
+    usual = benchmark.usual_work(engine, overrides or [])
+    work = replace(usual, batch=batch or usual.batch, context=context or usual.context, steps=steps)
+    figures = benchmark.measure(work)
+    said = benchmark.verdict(figures, benchmark.recorded())
+    if as_json:
+        _print_json({**figures, "verdict": said})
+    else:
+        console.show_speed(figures, said)
+
+
 @app.callback(invoke_without_command=True)
 def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:

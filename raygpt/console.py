@@ -247,6 +247,22 @@ def show_findings(findings: Sequence["Finding"]) -> None:
     out.print("\nReady." if not problems else f"\n{problems} to mend; ○ marks what only some recipes need.")
 
 
+def show_speed(figures: dict[str, Any], verdict: str) -> None:
+    """What `raygpt bench` measured, and what to think of it."""
+    about, table = figures["about"], Table.grid(padding=(0, 2))
+    table.add_row("device", escape(about["device"]))
+    table.add_row("engine", f"{about['engine']}, {about['precision']}, attention by {about['attention']}")
+    table.add_row("model", f"{figures['layers']} layers of width {figures['width']}")
+    table.add_row("batch", f"{figures['rows']} rows × {figures['context']} tokens")
+    share = "" if figures["mfu"] is None else f", MFU {figures['mfu']:.3f}"
+    table.add_row("step", f"{figures['ms']:.1f} ms, [bold]{figures['tokens_per_s']:,.0f} tokens/s[/]{share}")
+    if figures["peak_gib"]:
+        table.add_row("memory", f"{figures['peak_gib']:.1f} GiB at most")
+    table.add_row("first step", f"{figures['compile_s']:.0f} s, compiling included")
+    out.print(table)
+    out.print(f"\n{escape(verdict)}")
+
+
 def _program() -> str:
     """What to type for raygpt: its name where the shell finds it, else its path."""
     if shutil.which("raygpt"):

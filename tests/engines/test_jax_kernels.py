@@ -2,6 +2,7 @@
 
 import importlib
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 
+from raygpt.engines.jax.kernels import resident_loss  # noqa: E402
 from raygpt.engines.jax.kernels.add_norm import add_norm, add_norm_plain  # noqa: E402
 from raygpt.engines.jax.kernels.bias_gelu import bias_gelu, bias_gelu_plain  # noqa: E402
 from raygpt.engines.jax.kernels.cross_entropy import (  # noqa: E402
@@ -18,7 +20,6 @@ from raygpt.engines.jax.kernels.cross_entropy import (  # noqa: E402
     loss_and_gradient_plain,
 )
 from raygpt.engines.jax.kernels.launch import Grid  # noqa: E402
-from raygpt.engines.jax.kernels.split_qkv import split_qkv, split_qkv_plain  # noqa: E402
 from raygpt.engines.jax.loss import cross_entropy as chunked_cross_entropy  # noqa: E402
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -27,7 +28,7 @@ ROWS, WIDTH = 48, 512
 UNEVEN = Grid(programs=10, warps=2, unroll=2)  # 12 steps for 5 or 10 programs
 kernel_modules = {
     name: importlib.import_module(f"raygpt.engines.jax.kernels.{name}")
-    for name in ("add_norm", "bias_gelu", "split_qkv", "cross_entropy")
+    for name in ("add_norm", "bias_gelu", "cross_entropy")
 }
 
 
@@ -65,7 +66,7 @@ def assert_twins(fused, plain, inputs, cotangents, tolerance):
 def dealing(request, monkeypatch):
     """How rows are dealt out to programs: as they always are, or to some programs more than to others."""
     if request.param == "uneven":
-        for name in ("add_norm", "bias_gelu", "split_qkv"):
+        for name in ("add_norm", "bias_gelu"):
             for direction in ("FORWARD", "BACKWARD"):
                 monkeypatch.setattr(kernel_modules[name], direction, UNEVEN)
         jax.clear_caches()
@@ -85,14 +86,6 @@ def test_add_norm_equals_its_twin(dtype):
 def test_bias_gelu_equals_its_twin(dtype):
     inputs = draw(0, ROWS, WIDTH, dtype=dtype, scale=2), draw(1, WIDTH)
     assert_twins(bias_gelu, bias_gelu_plain, inputs, draw(2, ROWS, WIDTH, dtype=dtype), NOISE[dtype])
-
-
-@pytest.mark.usefixtures("dealing")
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_split_qkv_equals_its_twin(dtype):
-    inputs = draw(0, ROWS, 3 * WIDTH, dtype=dtype), draw(1, 3 * WIDTH)
-    cotangents = tuple(draw(seed, ROWS, WIDTH, dtype=dtype) for seed in (2, 3, 4))
-    assert_twins(split_qkv, split_qkv_plain, inputs, cotangents, NOISE[dtype])
 
 
 def test_the_norms_epsilon_is_the_models():
@@ -128,6 +121,33 @@ def test_loss_and_gradient_equal_their_twins(vocab, padded, warps, unroll, dtype
     assert not np.any(np.asarray(gradient[3]))  # a row of weight zero
 
 
+@pytest.mark.parametrize(("vocab", "padded"), [(200, 256), (2100, 2176)])
+def test_the_loss_that_stays_in_shared_memory_is_the_same(vocab, padded, monkeypatch):
+    params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params", reason="JAX's own way to interpret it")
+    monkeypatch.setattr(resident_loss, "UNROLL", 2)
+    logits = draw(0, 3, padded, dtype=BF16, scale=3).at[:, vocab:].set(100)
+    inputs = logits, jnp.asarray([vocab // 2, vocab - 1, 7], jnp.int32), jnp.asarray([1.0, 0.5, 0.0])
+    losses, gradient = resident_loss.resident_loss(*inputs, vocab, interpret=params.InterpretGPUParams())
+    want_losses, want_gradient = loss_and_gradient_plain(*inputs, vocab)
+    np.testing.assert_allclose(losses, want_losses, rtol=2e-5)
+    assert distance(gradient, want_gradient) < NOISE[BF16]
+    assert not np.any(np.asarray(gradient[:, vocab:]))
+
+
+def test_it_is_for_hopper_in_16_bits_and_rows_that_fit_and_this_jax_compiles_it():
+    hopper, ampere = (SimpleNamespace(platform="gpu", compute_capability=version) for version in ("9.0", "8.0"))
+    assert resident_loss.can_run(hopper, BF16, 50304)
+    assert not resident_loss.can_run(ampere, BF16, 50304)
+    assert not resident_loss.can_run(hopper, F32, 50304)
+    assert not resident_loss.can_run(hopper, BF16, 50257)
+    assert not resident_loss.can_run(hopper, BF16, 65536)
+
+
+def test_a_jax_that_does_not_compile_it_gets_the_other(monkeypatch):
+    monkeypatch.delattr(resident_loss.mosaic, "kernel")
+    assert not resident_loss.compiles.__wrapped__()
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("chunks", [1, 6])
 def test_cross_entropy_is_the_chunked_one(chunks, dtype):
@@ -154,7 +174,6 @@ def test_cross_entropy_is_the_chunked_one(chunks, dtype):
         (lambda: bias_gelu(draw(0, 16, 300), jnp.zeros(300)), "width 300 is not a multiple of 256"),
         (lambda: bias_gelu(draw(0, 15, 256), jnp.zeros(256)), "15 rows are not a multiple of the 8"),
         (lambda: add_norm(*[draw(0, 3, 300)] * 2, *[jnp.zeros(300)] * 3, 1e-5), "width 300 is not a multiple"),
-        (lambda: split_qkv(draw(0, 16, 300), jnp.zeros(300)), "width 100 is not a multiple"),
     ],
 )
 def test_shapes_that_do_not_tile_are_refused(call, complaint):

@@ -407,6 +407,24 @@ def test_what_is_gathered_and_loaded_goes_on_bit_for_bit():
     np.testing.assert_array_equal(train(engine, engine.load(weights), WINDOWS[5:10])[0], went_on)
 
 
+def test_memory_that_was_reserved_before_takes_what_is_saved(tmp_path):
+    engine = make_engine()
+    state = engine.start()
+    engine._saver.reserve(engine._shares(state))
+    _, state = train(engine, state, WINDOWS[:1])
+    engine.save(state, str(tmp_path))
+    assert not engine._saver._making.is_alive()  # a save waits for its memory
+    made = {name: tensor.data_ptr() for name, tensor in engine._saver._host.items()}
+    engine.wait_for_save()
+    engine.save(state, str(tmp_path))
+    engine.wait_for_save()
+    assert {name: tensor.data_ptr() for name, tensor in engine._saver._host.items()} == made
+    saved, right = engine.gather(engine.restore(str(tmp_path))), engine.gather(state)
+    for name, value in right.parameters.items():
+        np.testing.assert_array_equal(saved.parameters[name], value, err_msg=name)
+        np.testing.assert_array_equal(saved.squares[name], right.squares[name], err_msg=name)
+
+
 def test_parameters_alone_begin_with_averages_of_zero():
     engine = make_engine()
     weights = engine.gather(engine.start())

@@ -97,3 +97,7 @@ def test_the_logits_of_all_tokens_never_exist(training, monkeypatch):
 )
 def test_a_chunks_logits_stay_below_a_gibibyte(tokens, vocab, chunk):
     assert chunk_tokens(tokens, vocab) == chunk
+
+
+def test_on_a_gpu_fewer_and_larger_chunks_add_to_the_tables_gradient():
+    assert chunk_tokens(64 * 1024, 50304, on_gpu=True) == 16 * 1024  # 1.6 GB in 16 bits; else 13 chunks

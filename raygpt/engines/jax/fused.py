@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from raygpt.config import Model
 from raygpt.engines.jax.attention import Attention
 from raygpt.engines.jax.embedding import embed
-from raygpt.engines.jax.kernels import add_norm, bias_gelu, cross_entropy, split_qkv
+from raygpt.engines.jax.kernels import add_norm, bias_gelu, cross_entropy
 from raygpt.engines.jax.kernels.cross_entropy import CHUNK_LOGITS
 from raygpt.engines.jax.kernels.launch import LANES
 from raygpt.engines.jax.loss import chunk_count
@@ -61,6 +61,29 @@ def make_fused_losses(model: Model, dtype: Any, attention: Attention, mesh: Mesh
     return losses
 
 
+@jax.custom_vjp
+def project(x: Array, kernel: Array, bias: Array) -> tuple[Array, Array, Array]:
+    """Queries, keys and values, each [rows, width], of x [rows, width] by kernel [width, 3, width].
+
+    Three products, because cuDNN's attention takes three dense arrays: a single one would have to be split, and its
+    gradient merged, in passes of their own. Only queries get their bias [width] here. That of the keys adds one number
+    to all scores of a query, which softmax does not see, so it has no gradient; that of the values is the caller's.
+    """
+    query, key, value = (x @ kernel[:, i].astype(x.dtype) for i in range(3))
+    return query + bias.astype(x.dtype), key, value
+
+
+def _project_backward(saved: tuple[Array, Array], gradients: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    x, kernel = saved
+    exact = jnp.promote_types(x.dtype, jnp.float32)
+    parts = [(d @ kernel[:, i].astype(x.dtype).T).astype(exact) for i, d in enumerate(gradients)]
+    d_kernel = jnp.stack([(x.T @ d).astype(kernel.dtype) for d in gradients], axis=1)
+    return sum(parts[1:], parts[0]).astype(x.dtype), d_kernel, gradients[0].sum(0, dtype=exact)
+
+
+project.defvjp(lambda x, kernel, bias: (project(x, kernel, bias), (x, kernel)), _project_backward)
+
+
 def hidden_state(
     parameters: Any,
     ids: Array,
@@ -91,9 +114,14 @@ def hidden_state(
     @layers.recomputed
     def block(stream: Array, normed: Array, p: Any, following: Any, layer: Array | int) -> tuple[Array, Array]:
         """The stream after a block, and normed as what follows wants it."""
-        qkv = split_qkv(product(normed, p["qkv"], width), bias(p["qkv"], 3 * width))
+        biases = bias(p["qkv"], 3 * width).reshape(3, width)
+        qkv = project(normed, p["qkv"]["kernel"].reshape(width, 3, width), biases[0])
         mixed = attention(*(x.reshape(rows, time, heads, width // heads) for x in qkv)).reshape(-1, width)
-        stream, normed = join(stream, product(mixed, p["out"], width), bias(p["out"]), p["norm2"], 2 * layer + 1)
+        # Attention's weights sum to 1: the values' bias passes through them, and is added with the output's.
+        passed = biases[2] @ p["out"]["kernel"].reshape(width, -1) if model.bias else 0.0
+        stream, normed = join(
+            stream, product(mixed, p["out"], width), bias(p["out"]) + passed, p["norm2"], 2 * layer + 1
+        )
         hidden = bias_gelu(product(normed, p["up"], width), bias(p["up"], 4 * width))  # [rows · time, 4 · width]
         return join(stream, product(hidden, p["down"], 4 * width), bias(p["down"]), following, 2 * layer + 2)
 

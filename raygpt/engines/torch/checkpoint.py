@@ -7,6 +7,7 @@ begins; `state.json` says the rest. So any number of processes reads just the pa
 import json
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,8 +39,21 @@ class Saver:
 
     def __init__(self) -> None:
         self._host: dict[str, Tensor] = {}  # kept between saves: making pinned memory is slow
+        self._making: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+
+    def reserve(self, shares: Mapping[str, Share]) -> None:
+        """Begin to make the host's memory for what will be saved: for GPT-2 that is 1.5 GB, and takes 1.3 s if it is
+        pinned. Done while the first step is compiled, no step waits for it."""
+        tensors = {name: part.tensor for name, part in shares.items()}
+        self._making = threading.Thread(target=self._make, args=(tensors,), daemon=True)
+        self._making.start()
+
+    @property
+    def is_reserved(self) -> bool:
+        """Or about to be."""
+        return self._making is not None
 
     def save(self, shares: Mapping[str, Share], folder: str, share: int, index: dict[str, Any] | None) -> None:
         """Begin to write this process's rows as file number `share`, and the index where this process has it."""
@@ -71,16 +85,25 @@ class Saver:
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> torch.cuda.Event | None:
         """Begin to copy to the host, in turn with the steps: the next one finds the tensors free to change."""
+        if self._making:
+            self._making.join()
+        self._make(tensors)
         cuda = any(tensor.is_cuda for tensor in tensors.values())
         for name, tensor in tensors.items():
-            if name not in self._host:
-                self._host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=cuda)
             self._host[name].copy_(tensor, non_blocking=cuda)
         if not cuda:
             return None
         event = torch.cuda.Event()
         event.record()
         return event
+
+    def _make(self, tensors: Mapping[str, Tensor]) -> None:
+        """Host memory for those that have none yet."""
+        gpu = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+        with torch.cuda.device(gpu) if gpu else nullcontext():  # a new thread would begin on the first one
+            for name, tensor in tensors.items():
+                if name not in self._host:
+                    self._host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=gpu is not None)
 
 
 class Reader:

@@ -145,18 +145,21 @@ class TorchEngine:
 
     def save(self, state: State, folder: str) -> None:
         """Begin to write the state into a folder, in the background."""
-        if not self.mesh.is_first_copy:
-            return
+        if self.mesh.is_first_copy:
+            whole_run = {"format": FORMAT, "shares": self.mesh.shares, "step": state.step}
+            index = whole_run if self.mesh.share == 0 else None
+            self._saver.save(self._shares(state), folder, self.mesh.share, index)
+
+    def _shares(self, state: State) -> dict[str, Share]:
+        """What this process writes down."""
         shares = {
             f"{kind}/{name}": Share(local(tensor), where(tensor, self.mesh))
             for kind, name, tensor in state.tensors()
             if is_owner(tensor, self.mesh)
         }
-        index = None
         if self.mesh.share == 0:
             shares |= {name: Share(number.view(1), (slice(0, 1),)) for name, number in state.numbers().items()}
-            index = {"format": FORMAT, "shares": self.mesh.shares, "step": state.step}
-        self._saver.save(shares, folder, self.mesh.share, index)
+        return shares
 
     def wait_for_save(self) -> None:
         """Until the state that was last saved is written."""
@@ -259,6 +262,8 @@ class TorchEngine:
 
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Train on a batch; the state is changed in place."""
+        if self.device.type == "cuda" and self.mesh.is_first_copy and not self._saver.is_reserved:
+            self._saver.reserve(self._shares(state))
         return state, self._step(state, batch)
 
     @cached_property
@@ -273,7 +278,9 @@ class TorchEngine:
         """The loss of each window [rows, context + 1], a mean over its tokens; every process gives and gets all."""
         padded = np.pad(windows, ((0, -len(windows) % self.mesh.groups), (0, 0)))
         mine = np.split(padded, self.mesh.groups)[self.mesh.group]
-        losses = score(state.objective, self._put(mine[:, :-1]), self._put(mine[:, 1:]), self._autocast)
+        # Not compiled: without gradients it would be another program, and a validation is over before that is made.
+        with torch.compiler.set_stance("force_eager"):
+            losses = score(state.objective, self._put(mine[:, :-1]), self._put(mine[:, 1:]), self._autocast)
         if self.mesh.size > 1:
             shares = [torch.empty_like(losses) for _ in range(self.mesh.size)]
             dist.all_gather(shares, losses)

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from raygpt.engines.torch.kernels import loss_and_gradient
 from raygpt.engines.torch.model import GPT, accurate
 from raygpt.engines.torch.tensor import gathered, own_time
 
 CHUNK_BYTES = 2**30  # of fp32 logits at a time
+ON_GPU = 4  # times as many: there they stay in 16 bits and are overwritten by their gradient
 
 
-def chunk_tokens(tokens: int, vocab: int) -> int:
+def chunk_tokens(tokens: int, vocab: int, on_gpu: bool = False) -> int:
     """Tokens in a chunk: as many, in chunks of equal size, as keep its logits below CHUNK_BYTES."""
-    chunks = -(-tokens * vocab * 4 // CHUNK_BYTES)
+    chunks = -(-tokens * vocab * 4 // (CHUNK_BYTES * ON_GPU if on_gpu else CHUNK_BYTES))
     return -(-tokens // chunks)
 
 
@@ -33,7 +35,7 @@ def cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, scale: Tensor,
     weights = table.to(hidden.dtype)
     size = chunk_tokens(targets.numel(), len(table))
     parts = zip(hidden.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
-    losses = torch.cat([_nll(h, weights, y, vocab)[0] for h, y in parts]).view(targets.shape).sum(1)
+    losses = torch.cat([_nll(h, weights, y, vocab) for h, y in parts]).view(targets.shape).sum(1)
     return (losses * scale).sum(), losses
 
 
@@ -45,13 +47,11 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, table: Tensor, targets: Tensor, scale: Tensor, vocab: int
     ) -> tuple[Tensor, Tensor]:
         weights = table.to(hidden.dtype)
-        size = chunk_tokens(targets.numel(), len(table))
+        size = chunk_tokens(targets.numel(), len(table), hidden.is_cuda)
         scales = scale[:, None].expand(targets.shape)
         losses, dhidden, dtable = [], [], torch.zeros_like(table)
         for h, y, s in zip(*(part.flatten(0, 1).split(size) for part in (hidden, targets, scales)), strict=True):
-            nll, probabilities = _nll(h, weights, y, vocab)
-            hit = torch.arange(len(table), device=y.device) == y[:, None]
-            dlogits = ((probabilities - hit.to(probabilities.dtype)) * s[:, None]).to(h.dtype)  # [chunk, vocabulary]
+            nll, dlogits = loss_and_gradient(h @ weights.T, y, s, vocab)  # dlogits [chunk, vocabulary]
             dtable += dlogits.T @ h
             dhidden.append(dlogits @ weights)
             losses.append(nll)
@@ -66,14 +66,12 @@ class _CrossEntropy(torch.autograd.Function):
         return dhidden * total.to(dhidden.dtype), dtable * total.to(dtable.dtype), None, None, None
 
 
-def _nll(hidden: Tensor, table: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Loss of each token and the probabilities, in fp32 at least; ids that only pad the table are impossible."""
+def _nll(hidden: Tensor, table: Tensor, targets: Tensor, vocab: int) -> Tensor:
+    """Loss of each token, in fp32 at least; ids that only pad the table are impossible."""
     logits = (hidden @ table.T).to(accurate(hidden.dtype))  # [tokens, vocabulary]
     padding = torch.arange(len(table), device=hidden.device) >= vocab
     logits = logits.masked_fill(padding, -torch.inf)
-    log_total = logits.logsumexp(1, keepdim=True)
-    picked = logits.gather(1, targets[:, None].long())
-    return (log_total - picked)[:, 0], (logits - log_total).exp()
+    return logits.logsumexp(1) - logits.gather(1, targets[:, None].long())[:, 0]
 
 
 class Objective(nn.Module):

@@ -3,6 +3,5 @@
 from raygpt.engines.jax.kernels.add_norm import add_norm
 from raygpt.engines.jax.kernels.bias_gelu import bias_gelu
 from raygpt.engines.jax.kernels.cross_entropy import cross_entropy
-from raygpt.engines.jax.kernels.split_qkv import split_qkv
 
-__all__ = ["add_norm", "bias_gelu", "cross_entropy", "split_qkv"]
+__all__ = ["add_norm", "bias_gelu", "cross_entropy"]

@@ -3,7 +3,8 @@
 For each chunk of tokens one product makes the logits, one kernel turns them in place into their gradient, and two
 products turn that into the gradients of `hidden` and `table`. A program owns a token: it reads its logits once for the
 maximum and the sum, again (100 KB, from the L2 cache) for the gradient, and writes that over them. Bytes from and to
-memory, for 65,536 tokens of GPT-2: 13.2 GB, 3.1 ms at the 4.3 TB/s of an H200; the kernel takes 4.5 ms.
+memory, for 65,536 tokens of GPT-2: 13.2 GB, 3.1 ms at the 4.3 TB/s of an H200; the kernel takes 4.5 ms. On Hopper
+another one, resident_loss.py, takes 3.2.
 """
 
 from functools import partial, reduce
@@ -16,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from raygpt.engines.jax.kernels import resident_loss
 from raygpt.engines.jax.kernels.launch import LANES, Array, launch
 
 F32 = jnp.float32
@@ -68,11 +70,13 @@ def loss_and_gradient_plain(logits: Array, targets: Array, weights: Array, vocab
 
 
 def loss_and_gradient(logits: Array, targets: Array, weights: Array, vocab: int) -> tuple[Array, Array]:
-    """Each token's loss in fp32, and `weight · (softmax - onehot)` in the memory of the logits [tokens, padded].
+    """Each token's loss in fp32, and `weight · (softmax - onehot)`, if it can be in the memory of the logits.
 
-    Columns from `vocab` on only pad: their probability and their gradient are zero.
+    Logits are [tokens, padded]. Columns from `vocab` on only pad: their probability and their gradient are zero.
     """
     tokens, padded = logits.shape
+    if resident_loss.can_run(jax.local_devices()[0], logits.dtype, padded):
+        return resident_loss.resident_loss(logits, targets, weights, vocab)
     row, scalar = pl.BlockSpec((None, padded), lambda i: (i, 0)), pl.BlockSpec((1,), lambda i: (i,))
     losses, gradient = launch(
         partial(cross_entropy_kernel, vocab=vocab),

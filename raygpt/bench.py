@@ -1,0 +1,209 @@
+"""The bare training step on the hardware at hand: its speed, and how that compares with what was recorded.
+
+Random tokens, no feed, no log, no checkpoints: what the arithmetic alone allows. `speeds.json` has the figures that
+benchmarks/step.py recorded, with hardware, versions and date.
+"""
+
+import importlib.resources
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raygpt.config import Recipe
+from raygpt.errors import RaygptError
+from raygpt.recipes import load_recipe
+from raygpt.training.metrics import mfu
+
+GPT2_VOCAB, CHARACTERS = 50257, 65  # of GPT-2; of Shakespeare, which nanoGPT trains on where there is only a CPU
+ROUND, FIRST, WARM_UP, BATCHES = 10, 5, 10, 4  # steps: of a round, whose losses are kept, to warm up; batches in turn
+NANOGPTS_CPU_MODEL = ("model.layers=4", "model.heads=4", "model.width=128")  # of its README, for a laptop
+SAME = (
+    "device",
+    "engine",
+    "kernels",
+    "layers",
+    "width",
+    "context",
+    "vocab",
+    "precision",
+)  # what makes two figures comparable
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step computes: a preset or sizes of one's own, rows × context tokens."""
+
+    engine: str = "jax"
+    preset: str | None = "gpt2"
+    batch: int = 64
+    context: int = 1024
+    steps: int = 50
+    kernels: str | None = None  # the JAX engine's: fused, plain, or what it chooses
+    vocab: int = GPT2_VOCAB
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def recipe(self) -> Recipe:
+        """Without dropout, whatever else is overridden."""
+        settings = [
+            f"engine={self.engine}",
+            *([f"model.preset={self.preset}"] if self.preset else []),
+            f"model.context={self.context}",
+            f"training.batch_tokens={self.batch * self.context}",
+        ]
+        return load_recipe("tiny", [*settings, *self.overrides])
+
+    @property
+    def windows(self) -> NDArray[np.int32]:
+        """The rows of a few batches."""
+        shape = (BATCHES, self.batch, self.context + 1)
+        return np.random.default_rng(0).integers(0, self.vocab, shape).astype(np.int32)
+
+
+class Steps(NamedTuple):
+    """Something that trains: `take(n)` takes step n and gives its metrics, `wait(metrics)` is its loss."""
+
+    take: Callable[[int], Any]
+    wait: Callable[[Any], float]
+    peak: Callable[[], int]  # the most bytes in use so far
+    about: dict[str, str]
+
+
+def usual_work(engine: str, overrides: Sequence[str] = ()) -> Work:
+    """GPT-2 124M where there is a GPU or TPU, a small model on a CPU: a step of GPT-2 takes a minute there."""
+    if _has_accelerator(engine):
+        return Work(engine, overrides=tuple(overrides))
+    return Work(engine, None, 12, 64, vocab=CHARACTERS, overrides=(*NANOGPTS_CPU_MODEL, *overrides))
+
+
+def _has_accelerator(engine: str) -> bool:
+    if engine == "torch":
+        import torch
+
+        return torch.cuda.is_available()
+    import jax
+
+    return jax.default_backend() != "cpu"
+
+
+def measure(work: Work) -> dict[str, Any]:
+    """The figures of some work on an engine, in this process."""
+    return timed(engine_steps(work), work)
+
+
+def timed(steps: Steps, work: Work) -> dict[str, Any]:
+    """Median of rounds of ten steps with no wait in between, after 15 to warm up."""
+    began = time.perf_counter()
+    losses = [steps.wait(steps.take(0))]
+    compile_s = time.perf_counter() - began
+    losses += [steps.wait(steps.take(n)) for n in range(1, FIRST)]
+    steps.wait([steps.take(n) for n in range(WARM_UP)][-1])
+    rounds = []
+    for _ in range(max(1, work.steps // ROUND)):
+        began = time.perf_counter()
+        steps.wait([steps.take(n) for n in range(ROUND)][-1])
+        rounds.append((time.perf_counter() - began) / ROUND)
+    speed, model = work.batch * work.context / statistics.median(rounds), work.recipe.model
+    return {
+        "ms": 1e3 * statistics.median(rounds),
+        "tokens_per_s": speed,
+        "mfu": mfu(speed, model.flops_per_token(work.vocab), steps.about["device"], 1),
+        "peak_gib": steps.peak() / 2**30,
+        "compile_s": compile_s,
+        "rounds_ms": [round(1e3 * seconds, 2) for seconds in rounds],
+        "losses": [round(loss, 4) for loss in losses],
+        "rows": work.batch,
+        "context": work.context,
+        "layers": model.layers,
+        "width": model.width,
+        "vocab": work.vocab,
+        "about": steps.about,
+    }
+
+
+def engine_steps(work: Work) -> Steps:
+    """An engine on one device."""
+    engine, peak = _jax(work) if work.engine == "jax" else _torch(work)
+    state, batches = engine.start(), [engine.put(part) for part in work.windows]
+
+    def take(number: int) -> Any:
+        nonlocal state
+        state, metrics = engine.step(state, batches[number % BATCHES])
+        return metrics
+
+    return Steps(take, lambda metrics: float(engine.read(metrics)["loss"]), peak, engine.describe())
+
+
+def _jax(work: Work) -> tuple[Any, Callable[[], int]]:
+    import jax
+
+    from raygpt.engines.jax.engine import JaxEngine
+
+    device = jax.local_devices()[0]
+    engine = JaxEngine(work.recipe, work.vocab, devices=[device], kernels=work.kernels)
+    return engine, lambda: (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+
+def _torch(work: Work) -> tuple[Any, Callable[[], int]]:
+    try:
+        import torch
+
+        from raygpt.engines.torch.engine import TorchEngine, set_up
+    except ImportError as error:
+        raise RaygptError("engine torch is not installed; write pip install 'raygpt[torch]'") from error
+    set_up()
+    return TorchEngine(work.recipe, work.vocab), torch.cuda.max_memory_allocated
+
+
+# What was recorded
+
+
+def entry(figures: dict[str, Any]) -> dict[str, Any]:
+    """A measurement as the table has it."""
+    about = figures["about"]
+    return {
+        "device": about["device"],
+        "engine": about["engine"].split()[0],
+        "kernels": about.get("kernels", ""),
+        **{name: figures[name] for name in ("layers", "width", "vocab", "context", "rows")},
+        "precision": about["precision"],
+        "ms": round(figures["ms"], 2),
+        "tokens_per_s": round(figures["tokens_per_s"]),
+        "peak_gib": round(figures["peak_gib"], 1),
+    }
+
+
+def recorded() -> list[dict[str, Any]]:
+    """The shipped table."""
+    text = importlib.resources.files("raygpt").joinpath("speeds.json").read_text()
+    table: list[dict[str, Any]] = json.loads(text)
+    return table
+
+
+def comparable(figures: dict[str, Any], table: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The recorded figure for the same work on the same kind of device, of the nearest number of rows."""
+    ours = entry(figures)
+    same = [row for row in table if all(row[name] == ours[name] for name in SAME)]
+    return min(same, key=lambda row: abs(row["rows"] - ours["rows"]), default=None)
+
+
+def verdict(figures: dict[str, Any], table: list[dict[str, Any]]) -> str:
+    """How fast this is, in a sentence."""
+    row, device = comparable(figures, table), figures["about"]["device"]
+    if row is None:
+        known = ", ".join(sorted({f"{row['device']} ({row['engine']})" for row in table}))
+        return f"nothing comparable is recorded for {device}; there are figures for: {known}"
+    ratio = figures["tokens_per_s"] / row["tokens_per_s"]
+    when = f"recorded on {row['date']} with {row['versions']}, {row['rows']} rows"
+    opinion = "as expected: devices of one kind differ by 5 %" if abs(ratio - 1) <= 0.05 else _why(ratio)
+    return f"{ratio:.2f} of the {row['tokens_per_s']:,} tokens/s {when}: {opinion}"
+
+
+def _why(ratio: float) -> str:
+    return "faster" if ratio > 1 else "slower; is something else running, or the device at its power limit?"

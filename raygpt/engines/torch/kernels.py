@@ -1,0 +1,115 @@
+"""A Triton kernel for the loss on a GPU: each token's loss, and the gradient of its logits in their own memory.
+
+A program owns a token: it reads its logits once for the maximum and the sum, again (100 KB, from the L2 cache) for the
+gradient, and writes that over them. PyTorch's compiler makes one kernel of the plain twin as well, which takes 9.0 ms
+for 65,536 tokens of GPT-2 on an H200 where memory alone would take 3.1.
+"""
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # PyTorch for CPUs comes without it
+    triton = None
+
+WARPS = 16
+TILE = 256 * WARPS  # columns: 8 values of each thread, one load of 16 bytes
+UNROLL = 4  # tiles that share one rescaling of the sum
+LOWEST = -1e30  # stands for a logit that is not there; unlike -inf, its differences are numbers
+
+
+def loss_and_gradient_plain(logits: Tensor, targets: Tensor, scales: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """The kernel's function in plain PyTorch; ids that only pad the table are impossible."""
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    exact = exact.masked_fill(ids >= vocab, -torch.inf)
+    log_total = exact.logsumexp(1, keepdim=True)
+    hit = (ids == targets[:, None]).to(exact.dtype)
+    gradient = ((exact - log_total).exp() - hit) * scales[:, None]
+    losses = log_total - exact.gather(1, targets[:, None].long())
+    return losses[:, 0], gradient.to(logits.dtype)
+
+
+def loss_and_gradient(logits: Tensor, targets: Tensor, scales: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """(each token's loss, `scale · (softmax - onehot)`), the second in the memory of the logits [tokens, padded].
+
+    Columns from `vocab` on only pad: their probability and their gradient are zero.
+    """
+    if not can_run(logits):
+        return loss_and_gradient_plain(logits, targets, scales, vocab)
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    _kernel[(len(logits),)](
+        logits,
+        targets,
+        scales,
+        losses,
+        vocab=vocab,
+        padded=logits.shape[1],
+        tile=TILE,
+        unroll=UNROLL,
+        lowest=LOWEST,
+        num_warps=WARPS,
+    )
+    return losses, logits
+
+
+def can_run(logits: Tensor) -> bool:
+    """On a GPU, in 16 or 32 bits, with rows of whole 16 bytes."""
+    return triton is not None and logits.is_cuda and logits.element_size() <= 4 and logits.shape[1] % 8 == 0
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _kernel(  # type: ignore[no-untyped-def]  # PyTorch's compiler runs this text where only tl is known: no Any
+        logits,
+        targets,
+        scales,
+        losses,
+        vocab: tl.constexpr,
+        padded: tl.constexpr,
+        tile: tl.constexpr,
+        unroll: tl.constexpr,
+        lowest: tl.constexpr,
+    ):
+        log2e: tl.constexpr = 1.4426950408889634
+        main: tl.constexpr = vocab // (tile * unroll) * tile * unroll  # from here on with masks
+        token = tl.program_id(0)
+        row = logits + token.to(tl.int64) * padded
+        target = tl.load(targets + token)
+        scale = tl.load(scales + token).to(tl.float32)
+        lanes = tl.arange(0, tile)
+        picked = tl.load(row + target).to(tl.float32)  # before the barrier of the reductions: then the row changes
+        peak = tl.zeros([tile], tl.float32) + picked
+        total = tl.zeros([tile], tl.float32)
+        for start in range(0, main, tile * unroll):
+            higher = peak
+            for j in tl.static_range(unroll):
+                higher = tl.maximum(higher, tl.load(row + start + j * tile + lanes).to(tl.float32))
+            total *= tl.exp2((peak - higher) * log2e)
+            for j in tl.static_range(unroll):
+                total += tl.exp2((tl.load(row + start + j * tile + lanes).to(tl.float32) - higher) * log2e)
+            peak = higher
+        for start in tl.static_range(main, padded, tile):
+            columns = start + lanes
+            x = tl.load(row + columns, mask=columns < padded, other=lowest).to(tl.float32)
+            x = tl.where(columns < vocab, x, lowest)
+            higher = tl.maximum(peak, x)
+            total = total * tl.exp2((peak - higher) * log2e) + tl.exp2((x - higher) * log2e)
+            peak = higher
+        top = tl.max(peak, 0)
+        log_total = top * log2e + tl.log2(tl.sum(total * tl.exp2((peak - top) * log2e), 0))
+        tl.store(losses + token, log_total / log2e - picked)
+        for start in range(0, main, tile):
+            columns = start + lanes
+            x = tl.load(row + columns).to(tl.float32)
+            slope = tl.exp2(x * log2e - log_total) * scale - tl.where(columns == target, scale, 0.0)
+            tl.store(row + columns, slope.to(logits.dtype.element_ty))
+        for start in tl.static_range(main, padded, tile):
+            columns = start + lanes
+            x = tl.load(row + columns, mask=columns < padded, other=lowest).to(tl.float32)
+            x = tl.where(columns < vocab, x, lowest)
+            slope = tl.exp2(x * log2e - log_total) * scale - tl.where(columns == target, scale, 0.0)
+            tl.store(row + columns, slope.to(logits.dtype.element_ty), mask=columns < padded)
