@@ -221,6 +221,36 @@ def eval_(
         outcomes.show_scores(loaded, results)
 
 
+@app.command()
+def runs(
+    storage: Annotated[str, typer.Argument(metavar="[STORAGE]", help="The folder or s3:// address of runs.")] = "runs",
+    as_json: Json = False,
+) -> None:
+    """List runs: how far they are, how fast, and whether they are running, finished, stopped or failed."""
+    from raygpt import outcomes
+    from raygpt.standing import standing_of_all
+
+    found = standing_of_all(storage)
+    if as_json:
+        _print_json(found)
+    else:
+        outcomes.show_runs(found)
+
+
+@app.command()
+def show(run: Run, as_json: Json = False) -> None:
+    """Show a run: recipe, progress, checkpoints and their losses, restarts, its last sample, disk use."""
+    from raygpt import outcomes
+    from raygpt.runs import open_run
+    from raygpt.standing import details
+
+    facts = details(open_run(run))
+    if as_json:
+        _print_json(facts)
+    else:
+        outcomes.show_run(facts)
+
+
 @data_app.command("show")
 def data_show(
     what: Annotated[str, typer.Argument(metavar="SOURCE|DIR", help="A source of text, or a token store.")],

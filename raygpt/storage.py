@@ -93,6 +93,19 @@ def _local_sizes(folder: str) -> dict[str, int]:
     return found
 
 
+def disk_use(folder: str) -> int:
+    """Bytes of all files in a folder and those below it."""
+    if not is_remote(folder):
+        walked = (os.path.join(above, name) for above, _, names in os.walk(folder) for name in names)  # noqa: PTH118
+        return sum(os.lstat(path).st_size for path in walked if os.path.lexists(path))
+    from pyarrow import fs
+
+    system, path = filesystem(folder)
+    with _reached(folder):
+        found = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
+    return sum(info.size for info in found if info.type == fs.FileType.File)
+
+
 def folders(folder: str) -> list[str]:
     """Names of the folders directly in a folder, sorted; none where there is no such folder."""
     if not is_remote(folder):

@@ -65,6 +65,11 @@ def held(run_folder: str) -> Iterator[None]:
             storage.delete(uri)
 
 
+def holder_of(run_folder: str) -> Holder | None:
+    """Who drives a run, or did until it was gone without a word; None where nobody holds it."""
+    return _read(storage.join(run_folder, HOLD))
+
+
 def _take(uri: str, ours: Holder, run_folder: str) -> None:
     before = _read(uri)
     if before and not before.is_gone:
