@@ -251,6 +251,26 @@ def show(run: Run, as_json: Json = False) -> None:
         outcomes.show_run(facts)
 
 
+@app.command()
+def report(
+    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories, local or s3://.")],
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The page; else report.html in the first run.")
+    ] = None,
+    png: Annotated[str | None, typer.Option(metavar="FILE", help="The curves as a picture too, for a README.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write one HTML page of a run, or of several compared: curves, samples, recipes, hardware. No network needed."""
+    from raygpt import outcomes
+    from raygpt.report import write_report
+
+    files = write_report(run, out, png)
+    if as_json:
+        _print_json({"files": files})
+    else:
+        outcomes.show_report(files)
+
+
 @data_app.command("show")
 def data_show(
     what: Annotated[str, typer.Argument(metavar="SOURCE|DIR", help="A source of text, or a token store.")],

@@ -1,4 +1,4 @@
-"""What people see of export, import, eval, runs and show."""
+"""What people see of export, import, eval, runs, show and report."""
 
 import contextlib
 import json
@@ -120,6 +120,13 @@ def show_run(facts: Mapping[str, Any]) -> None:
         values = keys if not isinstance(keys, dict) else ", ".join(f"{key} {_value(val)}" for key, val in keys.items())
         if values:
             out.print(f"  [dim]{part}[/]  {escape(str(values))}", soft_wrap=True)
+
+
+def show_report(files: Mapping[str, int]) -> None:
+    """Where the page and the picture lie."""
+    for file, count in files.items():
+        hint = "; open it in a browser, it needs no network" if file.endswith(".html") else ""
+        out.print(f"{escape(near(file))}  {size(count)}{hint}", soft_wrap=True)
 
 
 def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
