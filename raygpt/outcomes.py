@@ -10,12 +10,15 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from raygpt.config import Recipe
 from raygpt.console import _near as near
 from raygpt.console import _printable as printable
 from raygpt.console import _program as program
+from raygpt.console import _table as table_of
 from raygpt.console import err, out
 from raygpt.evaluation.tasks import Result
 from raygpt.inference.loaded import Loaded, Weighed
+from raygpt.recipes.explain import flat
 from raygpt.runs import OpenRun
 from raygpt.standing import ago
 from raygpt.training.plan import size
@@ -111,15 +114,15 @@ def show_run(facts: Mapping[str, Any]) -> None:
         table.add_row(label, value)
     out.print(table)
     if facts["checkpoints"]:
+        out.print()
         out.print(_checkpoints(facts))
     if facts["sample"]:
         out.print(f"\n[bold]a sample of step {facts['sample']['step']}[/]")
         out.print(escape(printable(facts["sample"]["text"])), soft_wrap=True)
-    out.print("\n[bold]recipe[/]")
-    for part, keys in facts["recipe"].items():
-        values = keys if not isinstance(keys, dict) else ", ".join(f"{key} {_value(val)}" for key, val in keys.items())
-        if values:
-            out.print(f"  [dim]{part}[/]  {escape(str(values))}", soft_wrap=True)
+    out.print("\n[bold]recipe[/] [dim]where it is not as by default; recipe.yaml has all of it[/]")
+    chosen, defaults = flat(facts["recipe"]), flat(Recipe().to_dict())
+    keys = [key for key, value in chosen.items() if value != defaults.get(key)]
+    out.print(table_of([(key, _value(chosen[key])) for key in keys]))
 
 
 def show_report(files: Mapping[str, int]) -> None:

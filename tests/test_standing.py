@@ -136,7 +136,9 @@ def test_a_run_is_shown(raygpt, tmp_path):
     assert "1, after step 20" in out
     assert "step 20     3.5000" in out
     assert "some [bold]words�[31m" in out
-    assert "keep 3, keep_best 1, keep_every null" in out
+    recipe = [line.split() for line in out.split("recipe.yaml has all of it")[1].splitlines() if line]
+    assert recipe[:2] == [["data.tokenizer", "bytes"], ["schedule.warmup_steps", "20"]]  # the defaults are left out
+    assert ["training.steps", "20"] in recipe
     status, out, _ = raygpt("show", folder, "--json")
     assert json.loads(out) == details(open_run(str(folder)))
 

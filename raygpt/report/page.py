@@ -106,10 +106,10 @@ def _about_one(run: OpenRun, facts: Mapping[str, Any]) -> str:
 
 
 def _tiles(facts: Mapping[str, Any]) -> str:
-    steps = f"{facts['step']:,}" + (f" / {facts['steps']:,}" if facts["steps"] else "")
+    of = f"of {facts['steps']:,} steps" if facts["steps"] else "steps"
     best = min((found["val_loss"] for found in facts["checkpoints"] if found["val_loss"] is not None), default=None)
     tiles = [
-        ("step", steps),
+        (of, f"{facts['step']:,}"),
         ("training loss", _number(facts["loss"], ".4f")),
         ("validation loss", _number(facts["val_loss"], ".4f")),
         ("best checkpoint's", _number(best, ".4f")),

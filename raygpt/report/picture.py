@@ -76,6 +76,9 @@ def _dress(axes: Any, title: str, below: str = "") -> None:
     axes.tick_params(colors=SOFT, length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.margins(x=0.01)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    if axes.get_ylim()[1] >= 1000:
+        axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
 def _pairs(series: gather.Series, key: str) -> tuple[list[float], list[float]]:
