@@ -37,8 +37,9 @@ class Outcome:
             return cls("finished")
         if isinstance(error, KeyboardInterrupt):
             return cls("stopped", "interrupted")
-        text = str(error).strip().partition("\n")[0]
-        return cls("failed", text or type(error).__name__)
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        is_heading = len(lines) > 1 and lines[0].endswith(":")  # as Ray's errors begin
+        return cls("failed", " ".join(lines[: 1 + is_heading]) or type(error).__name__)
 
 
 def write_result(run_folder: str, outcome: Outcome) -> None:

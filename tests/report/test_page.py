@@ -138,10 +138,8 @@ def test_a_browser_draws_every_point_of_every_curve(one, two, tmp_path):
 def test_a_browser_compares_runs_by_tokens_shows_values_and_turns_dark(one, two, tmp_path):
     script = """
     document.getElementById("x-tokens").click(); document.getElementById("theme").click();
-    setTimeout(() => {
-      const chart = document.querySelector(".chart"), box = chart.querySelector("svg").getBoundingClientRect();
-      chart.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right - 12, clientY: box.top + 40 }));
-    }, 500);
+    const first = document.querySelector(".chart"), box = first.querySelector("svg").getBoundingClientRect();
+    first.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right - 12, clientY: box.top + 40 }));
     """
     dom = render(page([open_run(one), open_run(two)]), tmp_path, script)
     first, _, second = curves(dom, "loss")

@@ -48,6 +48,7 @@ def test_what_a_run_ran_on_is_kept_with_machine_and_versions(folder):
         (KeyboardInterrupt(), "stopped", "interrupted"),
         (RaygptError("no space left; free some"), "failed", "no space left; free some"),
         (ValueError("bad\nTraceback of it"), "failed", "bad"),
+        (RuntimeError("Training failed:\n\n  a worker died\nmore"), "failed", "Training failed: a worker died"),
         (MemoryError(), "failed", "MemoryError"),
     ],
 )

@@ -282,6 +282,7 @@ for (const chart of charts) {
   listen(chart);
 }
 legend();
+charts.forEach(draw);
 new ResizeObserver(() => charts.forEach(draw)).observe(holder);
 
 for (const input of document.querySelectorAll("input[name=x]")) {
