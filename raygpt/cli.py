@@ -44,19 +44,24 @@ def train(
     recipe: Annotated[str, typer.Argument(help="A shipped name or a YAML file.")] = "tiny",
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
     force: Annotated[bool, typer.Option("--force", help="Go on with a run although the recipe has changed.")] = False,
+    profile: Annotated[
+        str | None, typer.Option(metavar="FIRST:LAST", help="Trace these steps, e.g. 20:25, for ui.perfetto.dev.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a model: prepare its corpus where needed, then run the recipe, or go on where its run stopped."""
     from raygpt import console
     from raygpt.recipes import load_recipe
     from raygpt.training import launch
+    from raygpt.training.profiling import parse_steps
 
     loaded = load_recipe(recipe, overrides or [])
+    traced = parse_steps(profile) if profile else None
     with launch.on_cluster(loaded):
         with console.preparing() as progress:
             run = launch.prepare_run(loaded, progress, force)
         if as_json:
-            result = launch.train(run)
+            result = launch.train(run, profile=traced)
             _print_json({"path": result.path, "metrics": result.metrics, "plan": run.plan.as_dict()})
         elif run.is_finished:
             result = launch.train(run)
@@ -64,7 +69,7 @@ def train(
         else:
             console.show_plan(run)
             with console.training(run.plan.steps) as watch:
-                result = launch.train(run, watch)
+                result = launch.train(run, watch, traced)
             if result.stopped is not None:
                 console.show_stopped(result)
             elif not result.error:
@@ -233,6 +238,56 @@ def eval_(
         _print_json({**about, "tasks": results})
     else:
         outcomes.show_scores(loaded, results)
+
+
+@app.command()
+def runs(
+    storage: Annotated[str, typer.Argument(metavar="[STORAGE]", help="The folder or s3:// address of runs.")] = "runs",
+    as_json: Json = False,
+) -> None:
+    """List runs: how far they are, how fast, and whether they are running, finished, stopped or failed."""
+    from raygpt import outcomes
+    from raygpt.standing import standing_of_all
+
+    found = standing_of_all(storage)
+    if as_json:
+        _print_json(found)
+    else:
+        outcomes.show_runs(found)
+
+
+@app.command()
+def show(run: Run, as_json: Json = False) -> None:
+    """Show a run: recipe, progress, checkpoints and their losses, restarts, its last sample, disk use."""
+    from raygpt import outcomes
+    from raygpt.runs import open_run
+    from raygpt.standing import details
+
+    facts = details(open_run(run))
+    if as_json:
+        _print_json(facts)
+    else:
+        outcomes.show_run(facts)
+
+
+@app.command()
+def report(
+    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories, local or s3://.")],
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The page; else report.html in the first run.")
+    ] = None,
+    png: Annotated[str | None, typer.Option(metavar="FILE", help="The curves as a picture too, for a README.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write one HTML page of a run, or of several compared: curves, samples, recipes, hardware. No network needed."""
+    from raygpt import outcomes
+    from raygpt.report import write_report
+
+    files = write_report(run, out, png)
+    if as_json:
+        _print_json({"files": files})
+    else:
+        outcomes.show_report(files)
 
 
 @data_app.command("show")

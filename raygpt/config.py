@@ -530,8 +530,28 @@ class Run(Part):
         return name
 
 
+def _flag_or_address(mlflow: object) -> object:
+    """'true' -> True, and an address stays."""
+    if str(mlflow).lower() in ("true", "false"):
+        return str(mlflow).lower() == "true"
+    if not re.match(r"[a-z+]+:|databricks$", str(mlflow)):
+        raise ValueError(
+            f"track.mlflow: {shown(mlflow)} is neither true nor an address; write true, or e.g. http://host:5000"
+        )
+    _refuse_credentials("track.mlflow", str(mlflow))
+    return mlflow
+
+
 class Track(Part):
-    """Trackers (TensorBoard and its like) will be named here; there are none yet."""
+    """Trackers; each is an extra of its own name."""
+
+    tensorboard: bool = Field(False, description="Event files in the run's folder: tensorboard --logdir RUN.")
+    wandb: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="A Weights & Biases project; WANDB_MODE=offline keeps it on this disk."
+    )
+    mlflow: Annotated[bool | str, BeforeValidator(_flag_or_address), "true or address"] = Field(
+        False, description="A tracking server's address, or true: mlflow.db beside the runs."
+    )
 
 
 class Recipe(Part):

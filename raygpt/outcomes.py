@@ -1,19 +1,29 @@
-"""What people see of export, import and eval."""
+"""What people see of export, import, eval, runs, show and report."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from raygpt.config import Recipe
 from raygpt.console import _near as near
+from raygpt.console import _printable as printable
 from raygpt.console import _program as program
+from raygpt.console import _table as table_of
 from raygpt.console import err, out
 from raygpt.evaluation.tasks import Result
 from raygpt.inference.loaded import Loaded, Weighed
+from raygpt.recipes.explain import flat
 from raygpt.runs import OpenRun
+from raygpt.standing import ago
 from raygpt.training.plan import size
+
+STATES = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "unreadable": "red"}
 
 
 def show_exported(found: Weighed, folder: str, files: Mapping[str, int]) -> None:
@@ -77,3 +87,94 @@ def show_scores(loaded: Loaded, results: Mapping[str, Result]) -> None:
             shown = "" if error is None else f"{error:.4f}"
             table.add_row(task, name.replace("_", " "), f"{result[name]:.4f}", shown, over)
     out.print(table)
+
+
+def show_runs(runs: Sequence[Mapping[str, Any]]) -> None:
+    """A line for each, and below the table why those that failed did."""
+    columns = ("name", "engine", "model", "step", "loss", "val loss", "tokens/s", "state", "last seen")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        is_number = column in ("step", "loss", "val loss", "tokens/s")
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
+    for run in runs:
+        numbers = _number(run["loss"], ".4f"), _number(run["val_loss"], ".4f"), _number(run["tokens_per_s"], ",.0f")
+        shape = run["engine"] or "–", run["model"] or "–"
+        table.add_row(escape(run["name"]), *shape, _steps(run), *numbers, _state(run), ago(run["last_seen"]))
+    # As wide as it needs to be: a name that is cut short could not be typed.
+    Console(file=out.file, width=max(out.width, 200), highlight=False, force_terminal=out.is_terminal).print(table)
+    for run in runs:
+        if run["why"]:
+            out.print(f"{escape(run['name'])}: {escape(printable(run['why']))}", soft_wrap=True)
+
+
+def show_run(facts: Mapping[str, Any]) -> None:
+    """Everything about a run: progress, checkpoints, the recipe, and a sample of what it writes."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for label, value in _lines(facts):
+        table.add_row(label, value)
+    out.print(table)
+    if facts["checkpoints"]:
+        out.print()
+        out.print(_checkpoints(facts))
+    if facts["sample"]:
+        out.print(f"\n[bold]a sample of step {facts['sample']['step']}[/]")
+        out.print(escape(printable(facts["sample"]["text"])), soft_wrap=True)
+    out.print("\n[bold]recipe[/] [dim]where it is not as by default; recipe.yaml has all of it[/]")
+    chosen, defaults = flat(facts["recipe"]), flat(Recipe().to_dict())
+    keys = [key for key, value in chosen.items() if value != defaults.get(key)]
+    out.print(table_of([(key, _value(chosen[key])) for key in keys]))
+
+
+def show_report(files: Mapping[str, int]) -> None:
+    """Where the page and the picture lie."""
+    for file, count in files.items():
+        hint = "; open it in a browser, it needs no network" if file.endswith(".html") else ""
+        out.print(f"{escape(near(file))}  {size(count)}{hint}", soft_wrap=True)
+
+
+def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "run", escape(near(facts["folder"]))
+    why = f": {escape(printable(facts['why']))}" if facts["why"] else ""
+    yield "state", f"{_state(facts)}{why}, last seen {ago(facts['last_seen'])}"
+    yield "model", f"{facts['model']}, {facts['parameters']:,} parameters, engine {facts['engine']}"
+    yield "progress", f"step {_steps(facts)}, {facts['tokens']:,} tokens"
+    losses = [("loss", "loss"), ("validation loss", "val_loss")]
+    yield "losses", ", ".join(f"{label} {_number(facts[key], '.4f')}" for label, key in losses)
+    mfu = f", MFU {facts['mfu']:.1%}" if facts["mfu"] else ""
+    yield "speed", f"{_number(facts['tokens_per_s'], ',.0f')} tokens/s{mfu}"
+    restarts = ", ".join(f"{restart['step']:,}" for restart in facts["restarts"])
+    yield "restarts", f"{len(facts['restarts'])}, after step {restarts}" if restarts else "none"
+    about = {key: value for key, value in facts["about"].items() if key != "versions"}
+    if about:
+        yield "ran on", escape(", ".join(f"{key} {value}" for key, value in about.items()))
+        yield "versions", escape(", ".join(f"{name} {number}" for name, number in facts["about"]["versions"].items()))
+    yield "disk use", size(facts["disk_bytes"])
+
+
+def _checkpoints(facts: Mapping[str, Any]) -> Table:
+    table = Table("checkpoint", "val loss", "size", "", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for found in facts["checkpoints"]:
+        best = "best" if found["step"] == facts["best"] else ""
+        table.add_row(f"step {found['step']:,}", _number(found["val_loss"], ".4f"), size(found["bytes"]), best)
+    return table
+
+
+def _steps(run: Mapping[str, Any]) -> str:
+    if run["step"] is None:
+        return "–"
+    return f"{run['step']:,}/{run['steps']:,}" if run["steps"] else f"{run['step']:,}"
+
+
+def _state(run: Mapping[str, Any]) -> str:
+    return f"[{STATES[run['state']]}]{run['state']}[/]"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _value(value: Any) -> str:
+    """As a recipe writes it: null, true, 0.1, text."""
+    return value if isinstance(value, str) else json.dumps(value)

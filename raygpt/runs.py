@@ -21,7 +21,7 @@ from raygpt.corpus import tokenizers
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
-from raygpt.training import checkpoints
+from raygpt.training import checkpoints, records
 from raygpt.training.checkpoints import Checkpoint
 from raygpt.training.resume import RECIPE
 from raygpt.training.session import METRICS, Event
@@ -63,6 +63,25 @@ class OpenRun:
         uri = storage.join(self.folder, METRICS)
         lines = storage.read_bytes(uri).splitlines(keepends=True) if storage.exists(uri) else []
         return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+    @cached_property
+    def samples(self) -> list[dict[str, Any]]:
+        """{"step", "text"} of every evaluation."""
+        return records.read_samples(self.folder)
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """What it last ran on."""
+        return records.read_about(self.folder)
+
+    @cached_property
+    def total_steps(self) -> int | None:
+        """Of the whole run; None while only the corpus would say how long its epochs are."""
+        if self.recipe.training.steps is not None or not self.steps:
+            return self.recipe.training.steps
+        newest = Checkpoint(self.steps[-1], checkpoints.folder_of(self.folder, self.steps[-1]))
+        steps: int = self.facts(newest)["recipe"]["training"]["steps"]
+        return steps
 
     # Checkpoints
 

@@ -103,14 +103,22 @@ def _local_sizes(folder: str) -> dict[str, int]:
 def files(folder: str) -> dict[str, int]:
     """Name and size of every file in a folder and those below it, e.g. {"part/x": 12}."""
     if not is_remote(folder):
-        found = ((path.relative_to(folder).as_posix(), path) for path in sorted(Path(folder).rglob("*")))
-        return {name: path.stat().st_size for name, path in found if path.is_file()}
+        return _local_files(Path(folder))
     from pyarrow import fs
 
     system, path = filesystem(folder)
     with _reached(folder):
         listed = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
     return {info.path.removeprefix(f"{path}/"): info.size for info in listed if info.type == fs.FileType.File}
+
+
+def _local_files(folder: Path) -> dict[str, int]:
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):  # renamed or deleted since
+            if path.is_file():
+                found[path.relative_to(folder).as_posix()] = path.stat().st_size
+    return found
 
 
 def folders(folder: str) -> list[str]:

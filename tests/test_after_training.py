@@ -168,3 +168,20 @@ def test_tasks_are_known_by_name(raygpt, jax_run):
     message = "--task arc: write validation, hellaswag, lambada, or e.g. lambada=FILE.jsonl"
     assert fails(raygpt("eval", jax_run, "--task", "arc")) == message
     assert "cannot be read (No such file" in fails(raygpt("eval", jax_run, "--task", "lambada=nowhere.jsonl"))
+
+
+def test_a_run_is_listed_shown_and_reported(raygpt, run, tmp_path, engine):
+    known = open_run(str(run))
+    listed = json.loads(raygpt("runs", run.parent, "--json")[1])
+    (found,) = [facts for facts in listed if facts["name"] == "small"]
+    assert (found["engine"], found["state"], found["step"], found["steps"]) == (engine, "finished", 20, 20)
+    assert found["val_loss"] == known.scores[20]
+    shown = json.loads(raygpt("show", run, "--json")[1])
+    assert [checkpoint["step"] for checkpoint in shown["checkpoints"]] == [10, 20]
+    status, _, _ = raygpt("report", run, "--out", "page.html")
+    assert status == 0
+    page = (tmp_path / "page.html").read_text()
+    drawn = json.loads(page.split('id="data">')[1].split("</script>")[0])["runs"][0]
+    assert drawn["train"]["step"] == [5, 10, 15, 20]
+    logged = [line["loss"] for line in known.metrics if "loss" in line]
+    assert drawn["train"]["loss"] == pytest.approx(logged, rel=1e-4)

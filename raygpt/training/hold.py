@@ -66,7 +66,7 @@ def held(run_folder: str) -> Iterator[None]:
 
 
 def holder_of(run_folder: str) -> Holder | None:
-    """Who drives a run, or did last without being able to say that it ended."""
+    """Who drives a run, or did until it was gone without a word; None where nobody holds it."""
     return _read(storage.join(run_folder, HOLD))
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,13 @@ from raygpt.corpus.prepare import Watch
 from raygpt.engines.torch import require_torch
 from raygpt.errors import RaygptError
 from raygpt.testing import faults
-from raygpt.training import checkpoints, resume
+from raygpt.training import checkpoints, resume, tracking
 from raygpt.training.backend import Processes
 from raygpt.training.checkpoints import Checkpoint
 from raygpt.training.hold import held
 from raygpt.training.mailbox import open_mailbox
 from raygpt.training.plan import Plan, in_steps, make_plan
+from raygpt.training.records import Outcome, write_result
 from raygpt.training.recovery import Trainer, told
 from raygpt.training.scaling import Workers, choose_workers, ensure_room, ensure_shared
 from raygpt.training.session import Event, last_metrics
@@ -74,7 +75,7 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
     """Prepare the corpus, or begin to; work out every number; refuse what cannot be."""
     home = storage.absolute(recipe.run.storage)
     folder = storage.join(home, str(recipe.run.name))
-    _refuse_what_is_missing(recipe)
+    _refuse_what_is_missing(recipe, folder)
     if ray.is_initialized():
         ensure_shared(folder)
     after = resume.check(folder, recipe, force)
@@ -113,7 +114,8 @@ def _open_corpus(recipe: Recipe, stores: str, watch: Watch) -> Mixture:
     return open_mixture(recipe.data, stores, watch)
 
 
-def _refuse_what_is_missing(recipe: Recipe) -> None:
+def _refuse_what_is_missing(recipe: Recipe, folder: str) -> None:
+    tracking.require(recipe.track, folder)
     if recipe.engine == "torch":
         require_torch(recipe)
 
@@ -124,8 +126,13 @@ def on_cluster(recipe: Recipe) -> Any:
     return connected(cpus=cores() + recipe.cluster.max_workers)
 
 
-def train(run: Prepared, watch: Callable[[Event], None] = lambda event: None) -> Result:
-    """Run it to its end, or until it is stopped; `watch` sees every event as it comes. What fails is in the result."""
+def train(
+    run: Prepared, watch: Callable[[Event], None] = lambda event: None, profile: tuple[int, int] | None = None
+) -> Result:
+    """Run it to its end, or until it is stopped; `watch` sees every event as it comes. What fails is in the result.
+
+    `profile` is the first and the last step to trace.
+    """
     folder = run.plan.run_folder
     last = last_metrics(folder)
     if run.is_finished:
@@ -143,13 +150,30 @@ def train(run: Prepared, watch: Callable[[Event], None] = lambda event: None) ->
         storage.write_bytes(storage.join(folder, resume.RECIPE), run.asked.to_yaml().encode())
         tokenizers.save(run.corpus.tokenizer, folder)
         val = tuple(store.val for store in run.corpus.stores)
-        task = Task(run.recipe, run.feed, val, folder, run.start_from, faults.from_environment(folder))
+        struck = faults.from_environment(folder)
+        task = Task(run.recipe, run.feed, val, folder, run.start_from, profile, struck)
         mailbox, workers = open_mailbox(), choose_workers(run.recipe.cluster)
         config = {"task": task, "mailbox": mailbox}
-        with stoppable(folder, mailbox, watch) as poll:
+        with stoppable(folder, mailbox, watch) as poll, _outcome_kept(folder, stopped) as outcome:
             error = fit(work, config, workers, folder, mailbox, see, recipe=run.recipe, poll=poll)
+            outcome.append(error)
     checkpoint = checkpoints.find_newest(folder)
     return Result(folder, last, checkpoint.folder if checkpoint else None, error, stopped[0] if stopped else None)
+
+
+@contextlib.contextmanager
+def _outcome_kept(run_folder: str, stopped: list[int]) -> Iterator[list[BaseException | None]]:
+    """Writes down how the run ended: as the block says, or with what it raised."""
+    ended: list[BaseException | None] = []
+    try:
+        yield ended
+    except BaseException as error:
+        ended.append(error)
+        raise
+    finally:
+        outcome = Outcome("stopped", f"after step {stopped[0]}") if stopped else Outcome.of(ended[0])
+        with contextlib.suppress(OSError, RaygptError):
+            write_result(run_folder, outcome)
 
 
 def fit(

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,10 @@ from raygpt.engines import read_weights
 from raygpt.engines.base import Engine
 from raygpt.errors import RaygptError
 from raygpt.inference.sampling import sample
-from raygpt.training import checkpoints
+from raygpt.training import checkpoints, records
 from raygpt.training.checkpoints import Checkpoint
 from raygpt.training.metrics import mfu
+from raygpt.training.profiling import Profile
 from raygpt.training.saving import Saving
 from raygpt.training.session import Event, Orders, Session
 from raygpt.training.task import Task
@@ -47,10 +49,12 @@ class Loop:
     def run(self) -> Any:
         """Train from where the run stands to the last step, or until it is stopped; the final state comes back."""
         state, first = self._begin()
-        log = Log(self._record)
+        log, profile = Log(self._record), self._profile()
         for step, batch in enumerate(self._batches(first, log), start=first + 1):
             self._task.faults.strike(step, self._session.rank)
+            profile.before(step)
             state, metrics = self._engine.step(state, batch)
+            profile.after(step, partial(self._engine.read, metrics))
             self._session.beat(step)
             if step == first + 1:  # it is compiled here, which is no measure of speed
                 self._engine.read(metrics)
@@ -75,12 +79,19 @@ class Loop:
         self._session.close()
         return state
 
+    def _profile(self) -> Profile:
+        """Of the steps that are asked for, in one worker."""
+        first, last = self._task.profile or (0, 0) if self._session.rank == 0 else (0, 0)
+        return Profile(first, last, self._task.run_folder, self._task.recipe.engine)
+
     def _is_evaluated(self, step: int) -> bool:
         return step % self._eval_every == 0 or step == self._steps
 
     def _begin(self) -> tuple[Any, int]:
         """The state and step to go on from: the newest whole checkpoint's, another run's, or those before step 1."""
-        self._session.emit({"event": "start", **self._about, "workers": str(self._session.workers)})
+        about = {**self._about, "workers": str(self._session.workers)}
+        self._session.emit({"event": "start", **about})
+        self._keep(lambda: records.write_about(self._task.run_folder, about), "what it runs on")
         checkpoint = self._newest()
         source = checkpoint or self._task.start_from
         step = source.step if source else 0
@@ -175,18 +186,24 @@ class Loop:
         loss = float(np.concatenate(losses).mean(dtype=np.float64)) if losses else None
         if loss is not None:
             self._session.record({"step": step, "val_loss": loss})
-        if self._session.rank == 0:
-            self._remember(step, loss)
-        self._session.emit({"event": "sample", "step": step, "text": self._sample(state)})
+        self._keep(lambda: self._remember(step, loss), f"the validation loss of step {step}")
+        text = self._sample(state)
+        self._session.emit({"event": "sample", "step": step, "text": text})
+        self._keep(lambda: records.keep_sample(self._task.run_folder, step, text), f"the sample of step {step}")
 
     def _remember(self, step: int, loss: float | None) -> None:
-        """Beside the checkpoints, for the choice of those that are kept; a storage that fails just now is no reason to
-        end a run."""
+        """Beside the checkpoints, for the choice of those that are kept."""
+        checkpoints.write_score(self._task.run_folder, step, loss)
+        checkpoints.prune(self._task.run_folder, self._task.recipe.run)
+
+    def _keep(self, write: Callable[[], None], what: str) -> None:
+        """Rank 0 writes something down; a storage that fails just now is no reason to end a run."""
+        if self._session.rank > 0:
+            return
         try:
-            checkpoints.write_score(self._task.run_folder, step, loss)
-            checkpoints.prune(self._task.run_folder, self._task.recipe.run)
+            write()
         except (OSError, RaygptError) as error:
-            text = f"the validation loss of step {step} could not be kept ({error}); training goes on"
+            text = f"{what} could not be kept ({error}); training goes on"
             self._session.emit({"event": "warning", "text": text})
 
     def _sample(self, state: Any) -> str:

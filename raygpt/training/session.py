@@ -121,7 +121,8 @@ class RaySession:
         context = ray.train.get_context()
         self.rank, self.workers = int(context.get_world_rank()), int(context.get_world_size())
         self._mailbox, self._watchdog = mailbox, watchdog
-        self._metrics = MetricsFile(run_folder, self._warn)
+        self._metrics = MetricsFile(run_folder, self.warn)
+        self._listener: Listener | None = None
         self._preempted: Any = None  # the last that is known of nodes about to be lost
         self._whole: str | None = None  # a checkpoint that Ray does not know of yet
         self._reported = 0.0
@@ -130,7 +131,12 @@ class RaySession:
         if self.rank == 0:
             self._mailbox.put.remote(event)
 
-    def _warn(self, text: str) -> None:
+    def listen(self, listener: "Listener") -> None:
+        """Tell somebody else of the metrics, too; in rank 0."""
+        self._listener = listener
+
+    def warn(self, text: str) -> None:
+        """Tell whoever watches of what is no reason to end."""
         self.emit({"event": "warning", "text": text})
 
     def record(self, metrics: Event) -> None:
@@ -138,12 +144,16 @@ class RaySession:
             metrics = {**metrics, "time": round(time.time(), 3)}
             self._metrics.append(metrics)
             self.emit(metrics)
+            if self._listener:
+                self._listener.record(metrics)
 
     def resume(self, step: int) -> None:
         if self.rank == 0:
             import ray
 
             ray.get(self._mailbox.begin.remote())
+            if self._listener:
+                self._listener.begin(step)
             if self._metrics.keep_until(step):
                 self.record({"step": step, "restart": True})
 
@@ -162,7 +172,7 @@ class RaySession:
         preempted = ray.train.get_preemption_info()
         is_news, self._preempted = preempted is not None and preempted != self._preempted, preempted
         if is_news:
-            self._warn("a node is about to be lost: saving before it goes")
+            self.warn("a node is about to be lost: saving before it goes")
         return Orders(stop, save or is_news)
 
     def _wanted(self) -> tuple[bool, bool, str | None]:
@@ -212,7 +222,19 @@ class RaySession:
             self._report(report)
         if self.rank == 0:
             self._metrics.flush()
+        if self._listener:
+            self._listener.close()
         self._watchdog.stop()
+
+
+class Listener(Protocol):
+    """Who else is told of the metrics: see tracking.py."""
+
+    def begin(self, after: int) -> None: ...
+
+    def record(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class MetricsFile:

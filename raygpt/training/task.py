@@ -22,6 +22,7 @@ class Task:
     val: tuple[TokenStream, ...]
     run_folder: str
     start_from: Checkpoint | None = None  # another run's
+    profile: tuple[int, int] | None = None  # the first and the last step to trace
     faults: Faults = field(default_factory=Faults)  # on purpose, for tests
 
     @cached_property

@@ -17,6 +17,7 @@ from raygpt.training.resume import RECIPE
 from raygpt.training.scaling import not_shared
 from raygpt.training.session import RaySession, Session
 from raygpt.training.task import Task
+from raygpt.training.tracking import start_tracking
 from raygpt.training.watchdog import Watchdog
 
 LOGS = "logs"
@@ -31,6 +32,8 @@ def work(config: dict[str, Any]) -> None:
     log = log_to(task.run_folder, f"worker-{ray.train.get_context().get_world_rank()}.log")
     watchdog = Watchdog(task.recipe.training.hang_after, log)
     session = RaySession(task.run_folder, config["mailbox"], watchdog)
+    if session.rank == 0:
+        session.listen(start_tracking(task.recipe, task.run_folder, session.warn))
     engine = make_engine(task.recipe, task.tokenizer.vocab, session)
     Loop(task, engine, session).run()
 

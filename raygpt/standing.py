@@ -1,0 +1,106 @@
+"""Where runs stand: one line for each below a storage path, or everything about one.
+
+Read from the run directories alone, so it works beside a run that trains, on another machine, and for runs on s3.
+"""
+
+import time
+from typing import Any
+
+from raygpt import storage
+from raygpt.errors import RaygptError
+from raygpt.runs import OpenRun, open_run
+from raygpt.training import checkpoints, records
+from raygpt.training.hold import holder_of
+from raygpt.training.resume import RECIPE
+
+Facts = dict[str, Any]
+KEYS = ("step", "steps", "loss", "val_loss", "tokens_per_s", "mfu")
+
+
+def standing_of_all(home: str) -> list[Facts]:
+    """A summary of each run directly below a path, the last seen first."""
+    home = storage.absolute(home).rstrip("/")
+    names = [name for name in storage.folders(home) if storage.exists(storage.join(home, name, RECIPE))]
+    if not names:
+        hint = "; it is a run itself: raygpt show" if storage.exists(storage.join(home, RECIPE)) else ""
+        raise RaygptError(f"there are no runs in {home}{hint or '; name the folder that raygpt train put them in'}")
+    found = [_or_why_not(storage.join(home, name)) for name in names]
+    return sorted(found, key=lambda facts: facts["last_seen"] or 0, reverse=True)
+
+
+def _or_why_not(folder: str) -> Facts:
+    """A run whose files cannot be read is a line too: the others are still worth seeing."""
+    run = open_run(folder)
+    try:
+        return standing(run)
+    except (RaygptError, ValueError, KeyError) as error:
+        why = str(error).partition("\n")[0]
+        empty = dict.fromkeys(("engine", "model", *KEYS, "last_seen"))
+        return {"name": run.name, "folder": folder, **empty, "state": "unreadable", "why": why}
+
+
+def standing(run: OpenRun) -> Facts:
+    """Name, engine, model, progress and state."""
+    last: Facts = {}
+    for line in run.metrics:
+        last |= line
+    state, why = _state(run, last)
+    facts = {"name": run.name, "folder": run.folder, "engine": run.recipe.engine, "model": _model(run)}
+    progress = {"step": last.get("step", 0), "steps": run.total_steps}
+    metrics = {key: last.get(key) for key in KEYS[2:]}
+    return {**facts, **progress, **metrics, "state": state, "why": why, "last_seen": last.get("time")}
+
+
+def details(run: OpenRun) -> Facts:
+    """The same, and recipe, checkpoints, restarts, the last sample, what it ran on and its disk use."""
+    restarts = [{"step": line["step"], "time": line.get("time")} for line in run.metrics if line.get("restart")]
+    return {
+        **standing(run),
+        "parameters": run.recipe.model.parameters(run.tokenizer.vocab),
+        "tokens": max((line["tokens"] for line in run.metrics if "tokens" in line), default=0),
+        "checkpoints": [_checkpoint(run, step) for step in run.steps],
+        "best": min(run.scores, key=lambda step: (run.scores[step], -step), default=None),
+        "restarts": restarts,
+        "sample": run.samples[-1] if run.samples else None,
+        "about": run.about,
+        "disk_bytes": sum(storage.files(run.folder).values()),
+        "recipe": run.recipe.to_dict(),
+    }
+
+
+def _checkpoint(run: OpenRun, step: int) -> Facts:
+    folder = checkpoints.folder_of(run.folder, step)
+    return {"step": step, "val_loss": run.scores.get(step), "bytes": sum(storage.files(folder).values())}
+
+
+def _model(run: OpenRun) -> str:
+    model = run.recipe.model
+    return model.preset or f"{model.layers}×{model.width}"
+
+
+def _state(run: OpenRun, last: Facts) -> tuple[str, str]:
+    """running, finished, stopped or failed; and why, where that is known.
+
+    Whoever holds the run comes first, since what an earlier driver left is then out of date.
+    """
+    holder = holder_of(run.folder)
+    if holder and not holder.is_gone:
+        return "running", ""
+    if holder:
+        return "failed", f"its driver is gone without a word: {holder}"
+    result = records.read_result(run.folder)
+    if result:
+        return result["state"], result["why"]
+    is_scored = run.total_steps in checkpoints.scores(run.folder)
+    return ("finished", "") if is_scored and last.get("step", 0) >= (run.total_steps or 0) else ("stopped", "")
+
+
+def ago(moment: float | None, now: float | None = None) -> str:
+    """How long ago a time is: '5 s ago', '3 min ago', '2 h ago', '4 days ago'."""
+    if moment is None:
+        return "never"
+    seconds = max(0.0, (now or time.time()) - moment)
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length or (unit == "min" and seconds >= length):
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"

@@ -1,0 +1,112 @@
+"""What a run leaves beside its metrics: samples of what it writes, what it ran on, and how it ended.
+
+samples.jsonl  {"step", "text"} a line, one for each evaluation
+about.json     engine, devices, processor, versions: those of the last start
+result.json    {"state", "why", "time"} of the last driver that ended by itself
+
+Each is written whole, on a disk or in an object store, by the one process that holds the run.
+"""
+
+import json
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import raygpt
+from raygpt import storage
+
+SAMPLES, ABOUT, RESULT = "samples.jsonl", "about.json", "result.json"
+PACKAGES = ("ray", "jax", "flax", "torch", "numpy")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    state: Literal["finished", "stopped", "failed"]
+    why: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException | None) -> Self:
+        """Of what training raised: nothing, Ctrl-C, or what went wrong, its first line."""
+        if error is None:
+            return cls("finished")
+        if isinstance(error, KeyboardInterrupt):
+            return cls("stopped", "interrupted")
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        is_heading = len(lines) > 1 and lines[0].endswith(":")  # as Ray's errors begin
+        return cls("failed", " ".join(lines[: 1 + is_heading]) or type(error).__name__)
+
+
+def write_result(run_folder: str, outcome: Outcome) -> None:
+    """Say how a run ended, for `raygpt runs`."""
+    _write(run_folder, RESULT, {**asdict(outcome), "time": round(time.time(), 3)})
+
+
+def read_result(run_folder: str) -> dict[str, Any] | None:
+    """{"state", "why", "time"}; None where no driver has ended by itself."""
+    return _read(run_folder, RESULT)
+
+
+def write_about(run_folder: str, about: dict[str, Any]) -> None:
+    """Keep what an engine says of itself, with this machine and the versions of what computes."""
+    facts = {name: value for name, value in about.items() if name != "event"}
+    _write(run_folder, ABOUT, {**facts, **_machine(), "versions": _versions()})
+
+
+def read_about(run_folder: str) -> dict[str, Any]:
+    """What the run last ran on; empty where it was not written down."""
+    return _read(run_folder, ABOUT) or {}
+
+
+def keep_sample(run_folder: str, step: int, text: str) -> None:
+    """Add a sample. Those of later steps are of a past that a restart has undone."""
+    kept = [sample for sample in read_samples(run_folder) if sample["step"] < step]
+    lines = [json.dumps(sample) + "\n" for sample in [*kept, {"step": step, "text": text}]]
+    storage.write_bytes(storage.join(run_folder, SAMPLES), "".join(lines).encode())
+
+
+def read_samples(run_folder: str) -> list[dict[str, Any]]:
+    """{"step", "text"} in order of steps."""
+    uri = storage.join(run_folder, SAMPLES)
+    lines = storage.read_bytes(uri).splitlines() if storage.exists(uri) else []
+    return [json.loads(line) for line in lines]
+
+
+def _write(run_folder: str, name: str, value: dict[str, Any]) -> None:
+    storage.write_bytes(storage.join(run_folder, name), json.dumps(value, indent=1).encode())
+
+
+def _read(run_folder: str, name: str) -> dict[str, Any] | None:
+    uri = storage.join(run_folder, name)
+    if not storage.exists(uri):
+        return None
+    read: dict[str, Any] = json.loads(storage.read_bytes(uri))
+    return read
+
+
+def _machine() -> dict[str, str]:
+    """Not its name: a report may be shown to others."""
+    return {"processor": _processor(), "cores": str(os.cpu_count()), "system": platform.platform(terse=True)}
+
+
+def _processor() -> str:
+    """Linux says it in a file, other systems in a word."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    versions = {"raygpt": raygpt.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue  # an engine that is not installed
+    return versions

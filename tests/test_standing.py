@@ -1,0 +1,189 @@
+"""Where runs stand: `raygpt runs` and `raygpt show`, from what lies in run directories."""
+
+import json
+import os
+import socket
+import time
+
+import pytest
+
+from raygpt.corpus import tokenizers
+from raygpt.recipes import load_recipe
+from raygpt.runs import open_run
+from raygpt.standing import ago, details, standing
+from raygpt.training import checkpoints
+from raygpt.training.records import Outcome, keep_sample, write_about, write_result
+
+
+def make_run(home, name, *, steps=20, until=20, lines=(), **settings):
+    """A run directory as training leaves it, with a checkpoint at `until`."""
+    folder = home / name
+    recipe = load_recipe("tiny", {"training.steps": steps, "data.tokenizer": "bytes", "run.name": name, **settings})
+    tokenizers.save(tokenizers.Bytes(), str(folder))
+    (folder / "recipe.yaml").write_text(recipe.to_yaml())
+    logged = [{"step": 0, "val_loss": 5.5, "time": 1000.0}]
+    for step in range(10, until + 1, 10):
+        logged += [
+            {"step": step, "loss": 5 - step / 10, "tokens": step * 4096, "tokens_per_s": 100.0, "time": 1000.0 + step}
+        ]
+        logged += [{"step": step, "val_loss": 5.5 - step / 10, "time": 1001.0 + step}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*logged, *lines]))
+    saved = folder / "checkpoints" / f"step-{until:08d}"
+    saved.mkdir(parents=True)
+    (saved / "weights.bin").write_bytes(b"w" * 100)
+    checkpoints.commit(str(saved), until, {"engine": "jax", "recipe": {"training": {"steps": steps or 60}}})
+    checkpoints.write_score(str(folder), until, 5.5 - until / 10)
+    return folder
+
+
+def hold(folder, process, host=None, renewed=0.0):
+    holder = {"user": "ann", "host": host or socket.gethostname(), "process": process, "since": 0.0}
+    (folder / "hold.json").write_text(json.dumps({**holder, "renewed": renewed, "token": "t"}))
+
+
+def state(folder):
+    facts = standing(open_run(str(folder)))
+    return facts["state"], facts["why"]
+
+
+def test_a_run_that_reached_its_last_step_and_was_scored_is_finished(tmp_path):
+    facts = standing(open_run(str(make_run(tmp_path, "done"))))
+    assert (facts["state"], facts["step"], facts["steps"]) == ("finished", 20, 20)
+    assert (facts["loss"], facts["val_loss"], facts["tokens_per_s"], facts["mfu"]) == (3.0, 3.5, 100.0, None)
+    assert (facts["engine"], facts["model"], facts["last_seen"]) == ("jax", "4×128", 1021.0)
+
+
+def test_a_run_is_running_while_its_holder_lives_whatever_an_earlier_one_left(tmp_path):
+    folder = make_run(tmp_path, "mine", until=10)
+    assert state(folder) == ("stopped", "")
+    write_result(str(folder), Outcome("failed", "no space left"))
+    assert state(folder) == ("failed", "no space left")
+    hold(folder, os.getpid())
+    assert state(folder) == ("running", "")
+    hold(folder, 1, host="elsewhere", renewed=time.time())
+    assert state(folder) == ("running", "")
+
+
+def test_a_run_whose_driver_was_killed_has_failed_and_says_whose_it_was(tmp_path):
+    folder = make_run(tmp_path, "mine", until=10)
+    hold(folder, 2**22 + 1)  # above Linux's highest process number
+    kind, why = state(folder)
+    assert kind == "failed"
+    assert why.startswith(f"its driver is gone without a word: ann on {socket.gethostname()}, process 4194305")
+
+
+def test_the_steps_of_a_run_in_epochs_are_its_checkpoints(tmp_path):
+    folder = make_run(tmp_path, "epochs", steps=None, until=10, **{"training.epochs": 2})
+    facts = standing(open_run(str(folder)))
+    assert (facts["step"], facts["steps"], facts["state"]) == (10, 60, "stopped")
+
+
+def test_details_add_checkpoints_restarts_sample_and_disk_use(tmp_path):
+    folder = make_run(tmp_path, "mine", lines=[{"step": 20, "restart": True, "time": 1030.0}])
+    keep_sample(str(folder), 0, "noise")
+    keep_sample(str(folder), 20, "words")
+    write_about(str(folder), {"device": "cpu"})
+    facts = details(open_run(str(folder)))
+    marker = folder / "checkpoints" / "step-00000020" / "checkpoint.json"
+    assert facts["checkpoints"] == [{"step": 20, "val_loss": 3.5, "bytes": 100 + marker.stat().st_size}]
+    assert facts["restarts"] == [{"step": 20, "time": 1030.0}]
+    assert facts["sample"] == {"step": 20, "text": "words"}
+    assert (facts["best"], facts["tokens"], facts["about"]["device"]) == (20, 20 * 4096, "cpu")
+    assert facts["parameters"] == facts_of_hand(257)
+    assert facts["disk_bytes"] == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert facts["recipe"]["training"]["steps"] == 20
+
+
+def facts_of_hand(vocab):
+    """tiny's parameters, counted layer by layer."""
+    block = (128 * 384 + 384) + (128 * 128 + 128) + (128 * 512 + 512) + (512 * 128 + 128) + 4 * 128
+    return vocab * 128 + 128 * 128 + 4 * block + 2 * 128
+
+
+def test_runs_are_listed_the_last_seen_first_and_a_broken_one_is_a_line_too(raygpt, tmp_path):
+    home = tmp_path / "runs"
+    make_run(home, "older", until=10)
+    make_run(home, "newer", lines=[{"step": 20, "loss": 1.25, "time": 5000.0}])
+    make_run(home, "broken")
+    (home / "broken" / "recipe.yaml").write_text("model: {widht: 3}")
+    (home / "stores" / "abc").mkdir(parents=True)
+    status, out, _ = raygpt("runs")
+    assert status == 0
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["name", "engine", "model", "step", "loss", "val", "loss", "tokens/s", "state", "last", "seen"]
+    assert lines[1][:8] == ["newer", "jax", "4×128", "20/20", "1.2500", "3.5000", "100", "finished"]
+    assert lines[2][:8] == ["older", "jax", "4×128", "10/20", "4.0000", "4.5000", "100", "stopped"]
+    assert lines[3][0] == "broken"
+    assert "unreadable" in lines[3]
+    assert out.splitlines()[4].startswith("broken: recipe ")
+    assert "widht" in out.splitlines()[4]
+    status, out, _ = raygpt("runs", home, "--json")
+    assert [run["name"] for run in json.loads(out)] == ["newer", "older", "broken"]
+
+
+def test_a_long_name_is_never_cut(raygpt, tmp_path):
+    make_run(tmp_path / "runs", "n" * 100)
+    assert "n" * 100 in raygpt("runs")[1]
+
+
+def test_a_run_is_shown(raygpt, tmp_path):
+    folder = make_run(tmp_path, "mine", lines=[{"step": 20, "restart": True, "time": 1030.0}])
+    keep_sample(str(folder), 20, "some [bold]words\x1b[31m")
+    status, out, _ = raygpt("show", folder)
+    assert status == 0
+    assert "step 20/20, 81,920 tokens" in out
+    assert "loss 3.0000, validation loss 3.5000" in out
+    assert "1, after step 20" in out
+    assert "step 20     3.5000" in out
+    assert "some [bold]words�[31m" in out
+    recipe = [line.split() for line in out.split("recipe.yaml has all of it")[1].splitlines() if line]
+    assert recipe[:2] == [["data.tokenizer", "bytes"], ["schedule.warmup_steps", "20"]]  # the defaults are left out
+    assert ["training.steps", "20"] in recipe
+    status, out, _ = raygpt("show", folder, "--json")
+    assert json.loads(out) == details(open_run(str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("runs",), "there are no runs in {home}/runs; name the folder that raygpt train put them in"),
+        (("runs", "mine"), "there are no runs in {home}/mine; it is a run itself: raygpt show"),
+        (("show", "nowhere"), "nowhere is no run, it has no recipe.yaml; name a folder that raygpt train made"),
+    ],
+)
+def test_what_is_no_run_ends_in_one_line(raygpt, tmp_path, words, message):
+    make_run(tmp_path, "mine")
+    status, out, err = raygpt(*words)
+    assert (status, out) == (1, "")
+    assert err == f"error: {message.format(home=tmp_path)}\n"
+
+
+def test_runs_on_s3_are_listed_and_shown(raygpt, tmp_path, s3):
+    from raygpt import storage
+
+    folder = make_run(tmp_path, "mine")
+    for path in folder.rglob("*"):
+        if path.is_file():
+            storage.write_bytes(f"{s3}/standing/mine/{path.relative_to(folder).as_posix()}", path.read_bytes())
+    _, out, _ = raygpt("runs", f"{s3}/standing", "--json")
+    (run,) = json.loads(out)
+    assert (run["name"], run["state"], run["loss"]) == ("mine", "finished", 3.0)
+    there = json.loads(raygpt("show", f"{s3}/standing/mine", "--json")[1])
+    here = details(open_run(str(folder)))
+    assert {**there, "folder": ""} == {**here, "folder": ""}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s ago"),
+        (59, "59 s ago"),
+        (60, "1 min ago"),
+        (7199, "120 min ago"),
+        (7200, "2 h ago"),
+        (4 * 86400, "4 days ago"),
+    ],
+)
+def test_how_long_ago_is_said_in_words(seconds, text):
+    assert ago(1000.0, 1000.0 + seconds) == text
+    assert ago(None) == "never"

@@ -1,0 +1,247 @@
+"""Trackers, each told for real and read back by something other than what wrote it; and what a restart does."""
+
+import json
+import struct
+import sys
+import threading
+import time
+
+import pytest
+
+from raygpt.errors import RaygptError
+from raygpt.recipes import load_recipe
+from raygpt.training import tracking
+from raygpt.training.tracking import Mlflow, RayMetrics, TensorBoard, Tracking, Wandb, require
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "mine").mkdir()
+    return str(tmp_path / "mine")
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return load_recipe("tiny", {"run.name": "mine", "run.storage": str(tmp_path)})
+
+
+def events(first, last):
+    """Lines of metrics: each step's loss is a quarter of its number, step 4 is validated."""
+    for step in range(first, last + 1):
+        yield {"step": step, "loss": step / 4, "lr": 1e-3, "tokens": step * 4096, "time": 1.7e9 + step, "skipped": 0.0}
+        if step == 4:
+            yield {"step": step, "val_loss": 9.5, "time": 1.7e9 + step}
+
+
+def tell(make, first, last):
+    """A process of its own, as far as a tracker can see: made, told of some steps, closed."""
+    warnings = []
+    told = Tracking({"it": make}, warnings.append)
+    told.begin(after=first - 1)
+    for event in events(first, last):
+        told.record(event)
+    told.close()
+    assert warnings == []
+
+
+@pytest.fixture
+def tensorboard_events(folder):
+    """Steps and values of a tag, as TensorBoard's own reader has them."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def read(tag):
+        found = reader.EventAccumulator(f"{folder}/tensorboard")
+        found.Reload()
+        return [(event.step, event.value) for event in found.Scalars(tag)]
+
+    return read
+
+
+def test_tensorboard_has_every_step_once_after_a_restart(folder, tensorboard_events):
+    pytest.importorskip("tensorboardX")
+    tell(lambda: TensorBoard(folder), 1, 6)
+    tell(lambda: TensorBoard(folder), 4, 8)  # killed after step 6, gone on after the checkpoint of step 3
+    assert tensorboard_events("loss") == [(step, step / 4) for step in range(1, 9)]
+    assert tensorboard_events("val_loss") == [(4, 9.5)]
+    assert tensorboard_events("lr")[0][1] == pytest.approx(1e-3)
+
+
+def test_mlflow_goes_on_with_the_same_run_and_has_every_step_once(folder, recipe, tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    tell(lambda: Mlflow(True, recipe, folder), 1, 6)
+    tell(lambda: Mlflow(True, recipe, folder), 4, 8)
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("raygpt").experiment_id])
+    history = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "loss")]
+    assert history == [(step, step / 4) for step in range(1, 9)]
+    assert client.get_metric_history(run.info.run_id, "val_loss")[0].timestamp == 1700000004000
+    assert run.data.params["model.width"] == "128"
+    assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
+
+
+def test_mlflow_writes_plain_files_where_that_is_asked_for(folder, recipe, tmp_path):
+    pytest.importorskip("mlflow")
+    tell(lambda: Mlflow(f"file://{tmp_path}/mlruns", recipe, folder), 1, 2)
+    (losses,) = (tmp_path / "mlruns").rglob("metrics/loss")
+    assert [line.split()[1:3] for line in losses.read_text().splitlines()] == [["0.25", "1"], ["0.5", "2"]]
+
+
+def wandb_history(file):
+    """(step, {metric: value}) of an offline run's file: LevelDB's log format around protobuf messages."""
+    from wandb.proto import wandb_internal_pb2
+
+    raw, at, whole = file.read_bytes(), 7, b""  # seven bytes that say whose file it is
+    while at + 7 <= len(raw):
+        left = 32768 - at % 32768
+        if left < 7:  # no header fits: the next block
+            at += left
+            continue
+        size, kind = struct.unpack("<HB", raw[at + 4 : at + 7])
+        whole += raw[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a full record, or the last part of one
+            record, whole = wandb_internal_pb2.Record.FromString(whole), b""
+            if record.WhichOneof("record_type") == "history":
+                items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                yield items["_step"], items
+
+
+def test_wandb_offline_leaves_its_files_and_has_every_step_once(folder, recipe, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tell(lambda: Wandb("a-project", recipe, folder), 1, 6)
+    time.sleep(1)  # its folders are named by the second
+    tell(lambda: Wandb("a-project", recipe, folder), 4, 8)
+    files = sorted((tmp_path / "mine" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len({file.name for file in files}) == 1  # one id, which wandb sync makes one run of
+    history = [line for file in files for line in wandb_history(file)]
+    assert [(step, items["loss"]) for step, items in history if "loss" in items] == [(n, n / 4) for n in range(1, 9)]
+    assert [(step, items["val_loss"]) for step, items in history if "val_loss" in items] == [(4, 9.5)]
+
+
+class Broken:
+    """Fails as soon as it is told something."""
+
+    def __init__(self):
+        self.sent = {}
+
+    def begin(self, after):
+        pass
+
+    def send(self, step, metrics, time):
+        raise ConnectionError("server is down\nwith a traceback")
+
+    def close(self):
+        raise AssertionError("it was left out before")
+
+
+class Patient(Broken):
+    """Takes everything, as slowly as the test says."""
+
+    def __init__(self):
+        super().__init__()
+        self.got, self.go_on = [], threading.Event()
+
+    def send(self, step, metrics, time):
+        self.go_on.wait(60)
+        self.got.append((step, metrics))
+
+    def close(self):
+        self.got.append("closed")
+
+
+def test_a_tracker_that_fails_is_left_out_with_one_warning_and_training_waits_for_none():
+    warnings, patient = [], Patient()
+
+    def cannot_start():
+        raise OSError("no such host")
+
+    told = Tracking({"a": Broken, "b": lambda: patient, "c": cannot_start}, warnings.append)
+    told.begin(0)
+    told.record({"step": 1, "loss": 2.0, "time": 5.0, "mfu": None})
+    told.record({"step": 1, "restart": True})
+    assert patient.got == []  # nobody waited for it
+    patient.go_on.set()
+    told.close()
+    assert patient.got == [(1, {"loss": 2.0}), (1, {"restarts": 1.0}), "closed"]
+    assert sorted(warnings) == [
+        "a failed (server is down) and is not told any more; the run goes on",
+        "c failed (no such host) and is not told any more; the run goes on",
+    ]
+
+
+@pytest.mark.parametrize(("name", "value"), [("tensorboard", True), ("wandb", "p"), ("mlflow", True)])
+def test_a_missing_extra_is_named_in_one_line(name, value, monkeypatch):
+    track = load_recipe("tiny", {f"track.{name}": value}).track
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
+    with pytest.raises(RaygptError) as caught:
+        require(track, "/runs/tiny")
+    assert str(caught.value) == f"track.{name} needs the extra {name}: pip install 'raygpt[{name}]'"
+
+
+def test_what_cannot_be_on_s3_is_refused(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: sys)
+    with pytest.raises(RaygptError, match=r"track\.tensorboard: its files only grow on a disk"):
+        require(load_recipe("tiny", ["track.tensorboard=true"]).track, "s3://bucket/runs/tiny")
+    with pytest.raises(RaygptError, match=r"track\.mlflow: true is a file beside the runs"):
+        require(load_recipe("tiny", ["track.mlflow=true"]).track, "s3://bucket/runs/tiny")
+    require(load_recipe("tiny", ["track.mlflow=http://h:5000", "track.wandb=p"]).track, "s3://bucket/runs/tiny")
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [("true", True), ("false", False), ("http://host:5000", "http://host:5000"), ("databricks", "databricks")],
+)
+def test_mlflow_is_a_flag_or_an_address_and_survives_the_runs_recipe(override, value, tmp_path):
+    recipe = load_recipe("tiny", [f"track.mlflow={override}"])
+    assert recipe.track.mlflow == value
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    assert load_recipe(tmp_path / "recipe.yaml").track == recipe.track
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "track.mlflow=somewhere",
+            "track.mlflow: 'somewhere' is neither true nor an address; write true, or e.g. http",
+        ),
+        ("track.mlflow=http://me:secret@host", "track.mlflow: an address with a password in it would be written into"),
+        ("track.tensorbord=true", "did you mean 'track.tensorboard'"),
+    ],
+)
+def test_a_wrong_tracker_is_refused_in_one_line(override, message):
+    with pytest.raises(RaygptError, match=message.replace(".", r"\.")):
+        load_recipe("tiny", [override])
+
+
+def test_ray_metrics_count_the_restarts_of_a_runs_whole_life(folder, tmp_path, monkeypatch):
+    """Gauges as they are set; the endpoint is scraped in test_ray_metrics.py."""
+    (tmp_path / "mine" / "metrics.jsonl").write_text('{"step": 5, "restart": true}\n{"step": 6, "loss": 1.0}\n{"st')
+    seen = {}
+
+    class Gauge:
+        def __init__(self, name, description, tag_keys):
+            self.name = name
+
+        def set_default_tags(self, tags):
+            assert tags == {"run": "mine"}
+
+        def set(self, value):
+            seen[self.name] = value
+
+    monkeypatch.setattr("ray.util.metrics.Gauge", Gauge)
+    metrics = RayMetrics(folder)
+    metrics.begin(after=5)
+    assert seen == {"raygpt_step": 5, "raygpt_restarts": 1}
+    metrics.send(5, {"restarts": 1.0}, 0.0)
+    metrics.send(6, {"loss": 2.5, "mfu": 0.4}, 0.0)
+    assert seen == {"raygpt_step": 6, "raygpt_restarts": 2, "raygpt_loss": 2.5, "raygpt_mfu": 0.4}
+
+
+def test_a_recipe_starts_what_it_names_beside_rays_metrics(folder, monkeypatch):
+    made = []
+    monkeypatch.setattr(tracking, "Tracking", lambda makers, warn: made.extend(makers))
+    recipe = load_recipe("tiny", ["track.tensorboard=true", "track.wandb=p", "track.mlflow=true"])
+    tracking.start_tracking(recipe, folder, print)
+    assert made == ["Ray metrics", "track.tensorboard", "track.wandb", "track.mlflow"]
