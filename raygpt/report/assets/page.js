@@ -10,8 +10,8 @@ const one = runs.length === 1;
 
 const short = (value) => {
   const size = Math.abs(value);
-  for (const [unit, suffix] of [[1e12, " T"], [1e9, " G"], [1e6, " M"], [1e4, " k"]])
-    if (size >= unit) { const base = suffix === " k" ? 1e3 : unit; return +(value / base).toPrecision(4) + suffix; }
+  for (const [unit, suffix] of [[1e12, " T"], [1e9, " G"], [1e6, " M"], [1e3, " k"]])
+    if (size >= unit) return +(value / unit).toPrecision(4) + suffix;
   return size && size < 1e-2 ? value.toExponential(2).replace(/\.?0+e/, "e") : String(+value.toPrecision(4));
 };
 const clock = (seconds) => {
