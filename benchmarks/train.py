@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--name", help="of the results file; none is written without it")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     events: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         recipe = load_recipe(arguments.recipe, [f"run.storage={folder}", *arguments.overrides])

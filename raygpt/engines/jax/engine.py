@@ -26,6 +26,7 @@ from raygpt.engines.jax.optimizer import learning_rate, make_optimizer
 from raygpt.engines.jax.scaling import Scale
 from raygpt.engines.jax.spikes import Spikes
 from raygpt.engines.jax.step import Batch, Losses, Metrics, State, make_losses, make_score, make_step
+from raygpt.errors import RaygptError
 
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "fp64": jnp.float64}
 
@@ -43,6 +44,11 @@ def find_devices(recipe: Recipe) -> Devices:
     """The devices of all processes that joined, as a recipe uses them."""
     if recipe.model.precision == "fp64":
         jax.config.update("jax_enable_x64", True)
+    if recipe.training.deterministic and jax.default_backend() == "gpu":
+        raise RaygptError(
+            "training.deterministic: XLA cannot compile attention so that its bits are always the same (JAX 0.11: "
+            "an IndexError); write engine: torch, or leave it out"
+        )
     device, mesh = jax.local_devices()[0], sharding.make_mesh(recipe.cluster.mesh.sizes())
     dtype = DTYPES[choose_precision(recipe.model.precision, device)]
     _, kernel = choose_attention(device, dtype, mesh, recipe.model)
