@@ -29,7 +29,10 @@ class Saver:
             primary_host=None, active_processes={rank}, barrier_sync_key_prefix=f"process-{rank}"
         )
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
-        self._orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=alone)
+        # Made in the background, folders are announced under names that all processes share, and one could take away
+        # what another still waits for.
+        options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+        self._orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=alone, async_options=options)
         self._folder = Path()
 
     def save(self, state: Any, folder: str) -> None:
