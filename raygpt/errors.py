@@ -6,3 +6,7 @@ class RaygptError(Exception):
 
     The command line prints that line and exits with status 1; from Python it is raised as it is.
     """
+
+
+class StorageError(RaygptError):
+    """A storage that cannot be reached or written just now: trying again later may help."""

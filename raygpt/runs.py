@@ -9,10 +9,8 @@ Nothing here imports an engine or Ray.
 
 import contextlib
 import json
-import tempfile
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from raygpt import storage
@@ -45,13 +43,7 @@ class OpenRun:
     @cached_property
     def recipe(self) -> Recipe:
         """As it was asked for."""
-        uri = storage.join(self.folder, RECIPE)
-        if not storage.is_remote(uri):
-            return load_recipe(uri)
-        with tempfile.TemporaryDirectory() as folder:
-            local = Path(folder, RECIPE)
-            storage.download(uri, local)
-            return load_recipe(local)
+        return load_recipe(storage.join(self.folder, RECIPE))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, StorageError
 
 
 def is_remote(uri: str) -> bool:
@@ -276,16 +276,16 @@ def _reached(uri: str) -> Iterator[None]:
         if error.errno:
             raise
         reason = str(error).strip().partition("\n")[0]
-        raise RaygptError(
+        raise StorageError(
             f"{uri} cannot be reached ({reason}); check the name, the credentials and the network"
         ) from error
 
 
-def _explained(error: OSError, uri: str) -> RaygptError:
+def _explained(error: OSError, uri: str) -> StorageError:
     """The one line that says which file, what is wrong and what to do."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return RaygptError(f"no space left for {uri}; free some or use another disk, then run the same command again")
+        return StorageError(f"no space left for {uri}; free some or use another disk, then run the same command again")
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        return RaygptError(f"{uri} cannot be made: a file is where a folder should be; choose another folder")
+        return StorageError(f"{uri} cannot be made: a file is where a folder should be; choose another folder")
     reason = os.strerror(error.errno) if error.errno else error
-    return RaygptError(f"{uri} cannot be written ({reason}); choose a folder that you may write to")
+    return StorageError(f"{uri} cannot be written ({reason}); choose a folder that you may write to")

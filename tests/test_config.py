@@ -293,7 +293,7 @@ BAD_VALUES = [
     ("model.bias=perhaps", "model.bias: 'perhaps' is not true or false; write e.g. model.bias: true"),
     (
         "model.precision=bf61",
-        "model.precision: 'bf61' is none of auto, bf16, fp16, fp32; did you mean 'bf16'?",
+        "model.precision: 'bf61' is none of auto, bf16, fp16, fp32, fp64; did you mean 'bf16'?",
     ),
     ("engine=jaxx", "engine: 'jaxx' is none of jax, torch; did you mean 'jax'?"),
     ("engine=mlx", "engine: 'mlx' is none of jax, torch; write e.g. engine: jax"),

@@ -28,10 +28,11 @@ def make_run(home, name, *, steps=20, until=20, lines=(), **settings):
         ]
         logged += [{"step": step, "val_loss": 5.5 - step / 10, "time": 1001.0 + step}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*logged, *lines]))
-    saved = folder / "checkpoints" / f"step-{until:08d}"
-    saved.mkdir(parents=True)
-    (saved / "weights.bin").write_bytes(b"w" * 100)
-    checkpoints.commit(str(saved), until, {"engine": "jax", "recipe": {"training": {"steps": steps or 60}}})
+    part, saved = checkpoints.parts_of(str(folder)) / "0", checkpoints.folder_of(str(folder), until)
+    part.mkdir(parents=True)
+    (part / "weights.bin").write_bytes(b"w" * 100)
+    facts = {"engine": "jax", "recipe": {"training": {"steps": steps or 60}}}
+    checkpoints.commit(saved, until, facts, checkpoints.publish(part, saved))
     checkpoints.write_score(str(folder), until, 5.5 - until / 10)
     return folder
 

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from raygpt import storage
 from raygpt.config import Recipe, shown
 from raygpt.errors import RaygptError
 from raygpt.recipes.explain import explain_first, flat, nearest, one_line
@@ -74,7 +75,7 @@ def _read(name: str) -> str:
     if "/" not in name and not name.endswith((".yaml", ".yml")):
         return recipe_text(name)
     try:
-        return Path(name).read_text("utf-8-sig")  # -sig: some editors begin a file with a byte-order mark
+        return storage.read_bytes(name).decode("utf-8-sig")  # -sig: some editors begin a file with a byte-order mark
     except FileNotFoundError:
         raise RaygptError(f"recipe {shown(name)}: there is no such file; check the path") from None
     except IsADirectoryError:

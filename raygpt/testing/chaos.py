@@ -2,7 +2,7 @@
 
 from raygpt.testing.chaos import chaos
 
-print(chaos("tiny", kills=3, seed=0, storage="runs", **{"cluster.workers": 2, "training.steps": 60}))
+print(chaos("tiny", kills=3, seed=0, home="runs", **{"cluster.workers": 2, "training.steps": 60}))
 """
 
 import json

@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,12 @@ from raygpt.config import Run
 from raygpt.errors import RaygptError
 
 FOLDER, MARKER, SCORES = "checkpoints", "checkpoint.json", "scores.json"
-PAUSES_S = (0.5, 2, 8)  # before each further try to publish a file
+PAUSES_S = (0.5, 2, 8)  # before each further try to move a file to or from an object store
+_pruning = threading.Lock()  # after a save and after a validation, which different threads do
+
+
+class DamagedError(RaygptError):
+    """A checkpoint's files are not what its marker says."""
 
 
 @dataclass(frozen=True)
@@ -120,20 +126,24 @@ def on_this_node(checkpoint: Checkpoint) -> str:
 def _fetched(folder: str) -> Path:
     """The copy is named by its marker's content: a run that was deleted and trained again has another."""
     marker = storage.read_bytes(storage.join(folder, MARKER))
-    copies = storage.cache_folder() / FOLDER / storage.digest(folder)
+    copies = storage.cache_folder() / FOLDER / storage.digest(folder.rpartition("/")[0])  # one at a time, of a run
     copy = copies / storage.digest(marker.decode())
     storage.make_folder(str(copies))
     with (copies / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the node's other workers wait for the first one's download
         if not (copy / MARKER).is_file():
             for other in storage.folders(str(copies)):
-                shutil.rmtree(copies / other, ignore_errors=True)
+                if other != copy.name:  # its own files are there if an earlier try was interrupted
+                    shutil.rmtree(copies / other, ignore_errors=True)
             expected = json.loads(marker)["files"]
             with ThreadPoolExecutor(8) as threads:
-                list(threads.map(lambda name: storage.download(storage.join(folder, name), copy / name), expected))
+                missing = [name for name in expected if not (copy / name).exists()]
+                uris = (storage.join(folder, name) for name in missing)
+                list(threads.map(_retried, [storage.download] * len(missing), uris, (copy / name for name in missing)))
             damage = _altered(copy, expected)
             if damage:
-                raise RaygptError(f"{folder} is damaged ({damage}); name another step")
+                shutil.rmtree(copy)
+                raise DamagedError(f"{folder} is damaged ({damage}); name another step")
             storage.write_bytes(str(copy / MARKER), marker)
     return copy
 
@@ -161,9 +171,17 @@ def facts(checkpoint: Checkpoint) -> dict[str, Any]:
     return read
 
 
-def prune(run_folder: str, run: Run) -> None:
-    """Delete all but those that the recipe keeps; the marker goes first, so that the rest is never taken for whole."""
-    there = _committed(run_folder)
+def prune(run_folder: str, run: Run, upto: int) -> None:
+    """Delete all but those that the recipe keeps; the marker goes first, so that the rest is never taken for whole.
+
+    Those of later steps than the run has come to are damaged, and are left for whoever may still want them.
+    """
+    with _pruning:
+        _prune(run_folder, run, upto)
+
+
+def _prune(run_folder: str, run: Run, upto: int) -> None:
+    there = [(step, folder) for step, folder in _committed(run_folder) if step <= upto]
     steps = [step for step, _ in there]
     kept = set(steps[-run.keep :])
     kept |= {step for step in steps if run.keep_every and step % run.keep_every == 0}
@@ -219,7 +237,7 @@ def _damage(folder: str) -> str | None:
         return _altered(Path(folder), expected)
     try:
         _fetched(folder)
-    except RaygptError as error:
+    except DamagedError as error:
         return str(error)
     return None
 

@@ -36,9 +36,8 @@ class Holder:
 
     @property
     def is_gone(self) -> bool:
-        if self.host == socket.gethostname():
-            return not _is_alive(self.process)
-        return time.time() - self.renewed > STALE_S
+        is_stale = time.time() - self.renewed > STALE_S  # also where a container has the same names and numbers again
+        return is_stale or (self.host == socket.gethostname() and not _is_alive(self.process))
 
     def __str__(self) -> str:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.since))
@@ -60,9 +59,10 @@ def held(run_folder: str) -> Iterator[None]:
     finally:
         ended.set()
         renewing.join()
-        current = _read(uri)
-        if current and current.token == ours.token:
-            storage.delete(uri)
+        with contextlib.suppress(OSError, RaygptError):
+            current = _read(uri)
+            if current and current.token == ours.token:
+                storage.delete(uri)
 
 
 def holder_of(run_folder: str) -> Holder | None:
@@ -96,7 +96,7 @@ def _read(uri: str) -> Holder | None:
         return None
     try:
         return Holder(**json.loads(storage.read_bytes(uri)))
-    except (ValueError, TypeError, RaygptError):
+    except (ValueError, TypeError, OSError, RaygptError):
         return None  # another program's, or gone meanwhile
 
 

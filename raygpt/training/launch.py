@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 STORES = "stores"  # beside the runs: prepared tokens, which runs share
 POLL_S = 0.2
+RAYS_OWN = "checkpoint_manager_snapshot.json"  # refuses to start where a checkpoint that it names was pruned since
 
 
 @dataclass(frozen=True)
@@ -140,11 +141,15 @@ def train(
         return Result(folder, last, checkpoints.folder_of(folder, run.after))
     stopped: list[int] = []
 
+    def show(event: Event) -> None:
+        with contextlib.suppress(OSError):  # the terminal may be closed, and the run is to be saved all the same
+            watch(event)
+
     def see(event: Event) -> None:
         last.update(event if "event" not in event and "restart" not in event else {})
         if event.get("event") == "stopped":
             stopped.append(event["step"])
-        watch(event)
+        show(event)
 
     with on_cluster(run.recipe), contextlib.closing(run.corpus), held(folder):
         storage.write_bytes(storage.join(folder, resume.RECIPE), run.asked.to_yaml().encode())
@@ -154,7 +159,7 @@ def train(
         task = Task(run.recipe, run.feed, val, folder, run.start_from, profile, struck)
         mailbox, workers = open_mailbox(), choose_workers(run.recipe.cluster)
         config = {"task": task, "mailbox": mailbox}
-        with stoppable(folder, mailbox, watch) as poll, _outcome_kept(folder, stopped) as outcome:
+        with stoppable(folder, mailbox, show) as poll, _outcome_kept(folder, stopped) as outcome:
             error = fit(work, config, workers, folder, mailbox, see, recipe=run.recipe, poll=poll)
             outcome.append(error)
     checkpoint = checkpoints.find_newest(folder)
@@ -193,6 +198,7 @@ def fit(
     if workers.is_elastic:  # Ray waits a minute for nodes that are gone; it is for them to come, not for code to start
         os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
     ensure_room(workers, lambda text: watch({"event": "waiting", "text": text}))
+    storage.delete(storage.join(run_folder, RAYS_OWN))
     home, _, name = run_folder.rpartition("/")
     filesystem, path = storage.filesystem(home) if storage.is_remote(home) else (None, home)
     engine = recipe.engine if recipe else "jax"

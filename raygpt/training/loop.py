@@ -49,7 +49,7 @@ class Loop:
     def run(self) -> Any:
         """Train from where the run stands to the last step, or until it is stopped; the final state comes back."""
         state, first = self._begin()
-        log, profile = Log(self._record), self._profile()
+        log, profile, is_wished = Log(self._record), self._profile(), False
         for step, batch in enumerate(self._batches(first, log), start=first + 1):
             self._task.faults.strike(step, self._session.rank)
             profile.before(step)
@@ -64,8 +64,9 @@ class Loop:
                 log.put(step, metrics)
                 orders = self._session.orders()
             is_end = step == self._steps or orders.stop
-            if step % self._save_every == 0 or is_end or orders.save:
-                self._saving.begin(state, step, metrics)
+            is_wished = is_wished or orders.save  # and stays so until a save is begun
+            if step % self._save_every == 0 or is_end or is_wished:
+                is_wished = not self._saving.begin(state, step, metrics) and is_wished
             if self._is_evaluated(step) and not orders.stop:  # one that is stopped makes up for it when it goes on
                 log.flush()
                 self._evaluate(state, step)
@@ -95,13 +96,16 @@ class Loop:
         checkpoint = self._newest()
         source = checkpoint or self._task.start_from
         step = source.step if source else 0
-        self._session.resume(step)
+        self._session.beat(step)
+        is_due = self._is_evaluated(step) or checkpoint is None  # it is new, or was killed between save and score
+        is_due = is_due and bool(self._session.decide(lambda: step not in checkpoints.scores(self._task.run_folder)))
+        self._session.resume(step, is_validated=not is_due)
         if source:
             self._session.emit({"event": "resume", "step": step, "folder": source.folder, "fork": checkpoint is None})
         state = self._restore(source) if source else self._engine.start()
-        is_due = self._is_evaluated(step) or checkpoint is None
-        if is_due and self._session.decide(lambda: step not in checkpoints.scores(self._task.run_folder)):
-            self._evaluate(state, step)  # the first time, or it was killed between save and score
+        self._session.beat(step)
+        if is_due:
+            self._evaluate(state, step)
         return state, step
 
     def _newest(self) -> Checkpoint | None:
@@ -111,7 +115,8 @@ class Loop:
             found, warnings = checkpoints.newest(self._task.run_folder)
             for warning in warnings:
                 self._session.emit({"event": "warning", "text": warning})
-            checkpoints.sweep(self._task.run_folder)
+            with contextlib.suppress(OSError, RaygptError):
+                checkpoints.sweep(self._task.run_folder)
             return found.step if found else -1
 
         step = self._session.decide(look)
@@ -194,7 +199,7 @@ class Loop:
     def _remember(self, step: int, loss: float | None) -> None:
         """Beside the checkpoints, for the choice of those that are kept."""
         checkpoints.write_score(self._task.run_folder, step, loss)
-        checkpoints.prune(self._task.run_folder, self._task.recipe.run)
+        checkpoints.prune(self._task.run_folder, self._task.recipe.run, step)
 
     def _keep(self, write: Callable[[], None], what: str) -> None:
         """Rank 0 writes something down; a storage that fails just now is no reason to end a run."""
@@ -242,7 +247,9 @@ class Log:
         threading.Thread(target=self._work, daemon=True).start()
 
     def put(self, step: int, metrics: Any) -> None:
-        """Log a step as soon as the device has done it."""
+        """Log a step as soon as the device has done it; raises what went wrong with those before."""
+        if self._error:
+            raise self._error
         self._waiting.put((step, metrics, self.data_wait_s))
         self.data_wait_s = 0.0
 

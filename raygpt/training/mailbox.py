@@ -46,9 +46,17 @@ class Mailbox:
         self._wishes.add(wish)
 
     def take_wishes(self) -> set[Wish]:
-        """All wishes since the last call."""
-        wishes, self._wishes = self._wishes, set()
+        """All wishes since the last call; one to stop stays, lest workers that are lost just then begin anew."""
+        wishes = set(self._wishes)
+        self._wishes &= {"stop"}
         return wishes
+
+    def is_stopping(self) -> bool:
+        return "stop" in self._wishes
+
+    def expect(self, step: int) -> None:
+        """A checkpoint is about to be written: what was told of an earlier try does not count."""
+        self._told[step] = {}
 
     def tell(self, step: int, rank: int, part: Any) -> None:
         """A worker has written its part of a step's checkpoint, or could not."""

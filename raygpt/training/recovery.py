@@ -19,10 +19,11 @@ from ray.train.v2._internal.execution.scaling_policy import (
 )
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, StorageError
 
 DEATHS = (ray.exceptions.RayActorError, WorkerHealthCheckFailedError)
 REPEATED = 3  # faults at one step end the run
+STORAGE_S = 10.0  # that a storage which failed is given before workers ask it again
 SAVED_WITHIN_S = 120.0  # or the workers are resized without
 
 
@@ -52,17 +53,23 @@ class Recovery(DefaultFailurePolicy):
 
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
         cause = told(training_failed_error)
-        if isinstance(cause, RaygptError):
-            return FailureDecision.RAISE
+        if isinstance(cause, RaygptError) and not isinstance(cause, StorageError):
+            return FailureDecision.RAISE  # the user has to mend it
         decision = super().make_decision(training_failed_error)
-        if isinstance(getattr(training_failed_error, "controller_failure", None), WorkerGroupStartupTimeoutError):
+        failure = getattr(training_failed_error, "controller_failure", None)
+        if isinstance(failure, WorkerGroupStartupTimeoutError):
             return decision  # nodes that are gone are still counted on for a while, and new ones take theirs to come
+        if isinstance(failure, OSError):  # Ray could not write down which checkpoints there are, which we do not ask it
+            decision = FailureDecision.RETRY
         if _is_preemption_failure(training_failed_error):
             self._say("a node was taken away", "")
             return decision
         step, silent_s = ray.get(self._mailbox.last_beat.remote())
         what = self._describe(cause, training_failed_error, silent_s)
         self._steps.append(step)
+        if isinstance(cause, StorageError):
+            time.sleep(STORAGE_S)
+            self._steps[-1] = -len(self._steps)  # the step has nothing to do with it
         if len(self._steps) >= REPEATED and len(set(self._steps[-REPEATED:])) == 1:
             text = f"the same fault came {REPEATED} times after step {step}, so that it is no accident: {what}"
             self._mailbox.put.remote({"event": "verdict", "text": f"{text}. The workers' logs say more"})
@@ -104,6 +111,8 @@ class SavesFirst(ElasticScalingPolicy):
         self._saved, self._since = 0, 0.0
 
     def make_decision_for_running_worker_group(self, *arguments: Any, **named: Any) -> ScalingDecision:
+        if ray.get(self._mailbox.is_stopping.remote()):
+            return NoopDecision()
         if self._wanted is None:
             decision = super().make_decision_for_running_worker_group(*arguments, **named)
             if isinstance(decision, ResizeDecision):
@@ -112,7 +121,7 @@ class SavesFirst(ElasticScalingPolicy):
                 self._mailbox.wish.remote("save")
                 return NoopDecision()
             return decision
-        is_saved = ray.get(self._mailbox.last_saved.remote()) > self._saved
+        is_saved = ray.get(self._mailbox.last_saved.remote()) != self._saved
         if not is_saved and time.monotonic() - self._since < SAVED_WITHIN_S:
             return NoopDecision()
         decision, self._wanted = self._wanted, None
@@ -131,5 +140,5 @@ def told(error: BaseException) -> BaseException:
     causes: list[BaseException] = [getattr(failure, "cause", None) or failure for failure in failures]
     for cause in causes:
         if isinstance(cause, RaygptError):
-            return RaygptError(str(cause).splitlines()[0])
+            return type(cause)(str(cause).splitlines()[0])
     return next(iter(causes), error)

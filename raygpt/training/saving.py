@@ -18,6 +18,7 @@ from raygpt.training.session import Session
 from raygpt.training.task import Task
 
 PATIENCE_S = 60.0  # that a save waits for the one before it, and training with it
+BEAT_S = 5.0  # between two signs of life while the last save is waited for
 ASKED_S = 0.05
 RETRIED_S = 5.0  # before the last save of a run is tried again
 
@@ -36,17 +37,20 @@ class Saving:
         self._failed = 0  # in a row; of rank 0
         self._newest = 0  # the last step that was committed; of rank 0
 
-    def begin(self, state: Any, step: int, metrics: Any) -> None:
-        """Begin to save; all processes at the same step. The one before has to be finished."""
-        if not self._session.decide(lambda: self._is_free(step)):
-            return
+    def begin(self, state: Any, step: int, metrics: Any) -> bool:
+        """Begin to save; all processes at the same step. False where the one before is not finished yet, or the
+        storage refuses."""
+        if not self._session.decide(lambda: self._is_free(step) and self._has_room(step)):
+            return False
         if self._thread:
             self._thread.join()  # rank 0's has ended, so that this one only has its last lines to do
         self._begun = time.monotonic()
-        part = checkpoints.parts_of(self._task.run_folder) / f"step-{step:08d}-{self._session.rank}"
+        parts, rank = checkpoints.parts_of(self._task.run_folder), self._session.rank
+        part = parts / f"step-{step:08d}-{rank}"
         error: BaseException | None = None
         try:
-            shutil.rmtree(part, ignore_errors=True)
+            for left in parts.glob(f"step-*-{rank}*"):  # by a save that failed or was killed
+                shutil.rmtree(left, ignore_errors=True)
             self._engine.save(state, str(part))
         except Exception as raised:
             error = raised
@@ -58,6 +62,7 @@ class Saving:
 
         self._thread = threading.Thread(target=work, name=f"save-{step}")  # no daemon: an exit waits for it
         self._thread.start()
+        return True
 
     def look(self) -> None:
         """Raise what a thread found: a loss that is not a number, or too many failures."""
@@ -74,7 +79,7 @@ class Saving:
 
     def _newest_after_waiting(self) -> int:
         if self._thread:
-            self._thread.join(PATIENCE_S)
+            self._thread.join(BEAT_S)
         self.look()
         return self._newest
 
@@ -87,13 +92,18 @@ class Saving:
         return True
 
     def _is_free(self, step: int) -> bool:
-        """Rank 0: whether the save before is finished, everywhere, and there is a place for this one."""
+        """Rank 0: whether the save before is finished, everywhere; it is waited for, but not for ever."""
         if self._thread:
-            self._thread.join(PATIENCE_S)
+            self._thread.join(min(PATIENCE_S, (self._task.recipe.training.hang_after or PATIENCE_S) / 2))
         self.look()
         if self._is_busy():
-            self._fail(step, "the one before it is still being written")
-            return False
+            text = f"the checkpoint of step {step} is left out: the one before it is still being written"
+            self._session.emit({"event": "warning", "text": text})
+        return not self._is_busy()
+
+    def _has_room(self, step: int) -> bool:
+        """Rank 0: make a place for a checkpoint, if the storage lets us."""
+        self._session.expect(step)
         try:
             checkpoints.make_room(self._task.run_folder, step)
         except (OSError, RaygptError) as error:
@@ -133,16 +143,23 @@ class Saving:
 
     def _commit(self, step: int, files: dict[str, Any]) -> None:
         folder = checkpoints.folder_of(self._task.run_folder, step)
+        self._session.flush()  # or the metrics up to this step could be lost, which nobody will log again
         try:
             checkpoints.commit(folder, step, self._task.facts, files)
-            checkpoints.prune(self._task.run_folder, self._task.recipe.run)
         except (OSError, RaygptError) as error:
             self._fail(step, str(error))
             return
         self._failed, self._newest = 0, step
+        self._prune(step)
         self._session.saved(step, folder)
         took = time.monotonic() - self._begun
         self._session.emit({"event": "checkpoint", "step": step, "folder": folder, "seconds": took})
+
+    def _prune(self, step: int) -> None:
+        try:
+            checkpoints.prune(self._task.run_folder, self._task.recipe.run, step)
+        except (OSError, RaygptError) as error:
+            self._session.emit({"event": "warning", "text": f"older checkpoints could not be deleted ({error})"})
 
     def _fail(self, step: int, reason: str) -> None:
         """Warn; too many in a row end the run, while the checkpoints that there are still are of use."""

@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from raygpt import storage
@@ -38,8 +40,9 @@ class Session(Protocol):
         """Tell whoever watches, and keep it in the run's metrics."""
         ...
 
-    def resume(self, step: int) -> None:
-        """Begin, or go on, after a step: what the metrics say of later ones is about to be said again."""
+    def resume(self, step: int, is_validated: bool = True) -> None:
+        """Begin, or go on, after a step: what the metrics say of later ones is about to be said again, and so is its
+        own validation where it is still to come."""
         ...
 
     def beat(self, step: int) -> None:
@@ -52,6 +55,14 @@ class Session(Protocol):
 
     def decide(self, what: Callable[[], int]) -> int:
         """What rank 0 finds, in every worker."""
+        ...
+
+    def expect(self, step: int) -> None:
+        """A checkpoint is about to be written: what was told of an earlier try does not count. Rank 0 alone."""
+        ...
+
+    def flush(self) -> None:
+        """All that was recorded is in the run's storage, if that can be."""
         ...
 
     def tell(self, step: int, part: dict[str, Any]) -> None:
@@ -87,8 +98,14 @@ class LocalSession:
     def record(self, metrics: Event) -> None:
         self.events.append(metrics)
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: int, is_validated: bool = True) -> None:
         self.events = [event for event in self.events if event.get("step", 0) <= step]
+
+    def expect(self, step: int) -> None:
+        self._told.pop(step, None)
+
+    def flush(self) -> None:
+        pass
 
     def beat(self, step: int) -> None:
         pass
@@ -147,14 +164,14 @@ class RaySession:
             if self._listener:
                 self._listener.record(metrics)
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: int, is_validated: bool = True) -> None:
         if self.rank == 0:
             import ray
 
             ray.get(self._mailbox.begin.remote())
             if self._listener:
                 self._listener.begin(step)
-            if self._metrics.keep_until(step):
+            if self._metrics.keep_until(step, is_validated):
                 self.record({"step": step, "restart": True})
 
     def beat(self, step: int) -> None:
@@ -202,6 +219,15 @@ class RaySession:
     def decide(self, what: Callable[[], int]) -> int:
         return int(self._broadcast(what() if self.rank == 0 else None))
 
+    def expect(self, step: int) -> None:
+        import ray
+
+        ray.get(self._mailbox.expect.remote(step))
+
+    def flush(self) -> None:
+        if self.rank == 0:
+            self._metrics.flush()
+
     def tell(self, step: int, part: dict[str, Any]) -> None:
         self._mailbox.tell.remote(step, self.rank, part)
 
@@ -220,11 +246,10 @@ class RaySession:
         report = self._broadcast(self._whole)
         if report:
             self._report(report)
-        if self.rank == 0:
-            self._metrics.flush()
+        self._watchdog.stop()
+        self.flush()
         if self._listener:
             self._listener.close()
-        self._watchdog.stop()
 
 
 class Listener(Protocol):
@@ -248,13 +273,20 @@ class MetricsFile:
         self._is_remote = storage.is_remote(run_folder)
         self._lines: list[str] = []  # not written yet; in an object store: all
         self._warn, self._is_failing, self._next_upload = warn, False, 0.0
+        self._lock = threading.Lock()  # it is written to after a log event, and before a checkpoint counts
+        self._size = 0  # of the whole lines on the disk
 
-    def keep_until(self, step: int) -> bool:
+    def keep_until(self, step: int, is_validated: bool = True) -> bool:
         """Drop what was logged after a step, before the run goes on from there; whether there was anything."""
         lines = storage.read_bytes(self._uri).decode().splitlines(keepends=True) if storage.exists(self._uri) else []
-        kept = [line for line in lines if (logged := _read(line)) and logged["step"] <= step]
-        storage.write_bytes(self._uri, "".join(kept).encode())
-        self._lines = kept if self._is_remote else []
+        read = [(line, logged) for line in lines if (logged := _read(line)) and logged["step"] <= step]
+        again = (
+            [] if is_validated else [line for line, logged in read if "val_loss" in logged and logged["step"] == step]
+        )
+        kept = [line for line, _ in read if line not in again]
+        content = "".join(kept).encode()
+        storage.write_bytes(self._uri, content)
+        self._lines, self._size = kept if self._is_remote else [], len(content)
         return bool(lines)
 
     def append(self, metrics: Event) -> None:
@@ -264,13 +296,14 @@ class MetricsFile:
 
     def flush(self) -> None:
         """Write what is not written yet."""
-        try:
-            self._write()
-            self._is_failing = False
-        except (OSError, RaygptError) as error:
-            if not self._is_failing:
-                self._warn(f"metrics cannot be written ({error}); they are kept, and training goes on")
-            self._is_failing = True
+        with self._lock:
+            try:
+                self._write()
+                self._is_failing = False
+            except (OSError, RaygptError) as error:
+                if not self._is_failing:
+                    self._warn(f"metrics cannot be written ({error}); they are kept, and training goes on")
+                self._is_failing = True
 
     def _write(self) -> None:
         if self._is_remote:
@@ -279,8 +312,12 @@ class MetricsFile:
             took = time.monotonic() - started
             self._next_upload = time.monotonic() + max(UPLOADED_S, 100 * took)
             return
-        with open(self._uri, "a") as file:  # noqa: PTH123
-            file.write("".join(self._lines))
+        content = "".join(self._lines).encode()
+        with open(self._uri, "r+b" if Path(self._uri).exists() else "wb") as file:  # noqa: PTH123
+            file.truncate(self._size)  # a disk that was full may have half a line
+            file.seek(self._size)
+            file.write(content)
+        self._size += len(content)
         self._lines.clear()
 
 

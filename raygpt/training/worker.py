@@ -1,5 +1,6 @@
 """What every worker of a run does: make the engine for the devices that there are, and run the loop."""
 
+import contextlib
 import logging
 import socket
 import tempfile
@@ -10,7 +11,7 @@ from raygpt import storage
 from raygpt.config import Recipe
 from raygpt.engines import engine_of
 from raygpt.engines.base import Engine
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, StorageError
 from raygpt.training.loop import Loop
 from raygpt.training.plan import split_batch
 from raygpt.training.resume import RECIPE
@@ -35,7 +36,10 @@ def work(config: dict[str, Any]) -> None:
     if session.rank == 0:
         session.listen(start_tracking(task.recipe, task.run_folder, session.warn))
     engine = make_engine(task.recipe, task.tokenizer.vocab, session)
-    Loop(task, engine, session).run()
+    try:
+        Loop(task, engine, session).run()
+    finally:
+        session.flush()
 
 
 def _find_run(run_folder: str) -> None:
@@ -62,7 +66,8 @@ def log_to(run_folder: str, name: str) -> Path:
     if storage.is_remote(run_folder):
         path = Path(tempfile.gettempdir(), "raygpt-logs", storage.digest(run_folder), name)
         if path.exists():
-            storage.write_bytes(storage.join(run_folder, LOGS, name), path.read_bytes())
+            with contextlib.suppress(StorageError):
+                storage.write_bytes(storage.join(run_folder, LOGS, name), path.read_bytes())
     else:
         path = Path(run_folder, LOGS, name)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ def save(run, part, marker):
     folder = checkpoints.folder_of(run, 2)
     files = checkpoints.publish(Path(part), folder)
     checkpoints.commit(folder, 2, marker, files)
-    checkpoints.prune(run, Run(keep=1, keep_best=0))
+    checkpoints.prune(run, Run(keep=1, keep_best=0), 2)
 
 
 def main(run, part, copies):

@@ -28,7 +28,7 @@ def run(tmp_path):
 
 
 def left(folder, **policy):
-    checkpoints.prune(folder, Run(**policy))
+    checkpoints.prune(folder, Run(**policy), upto=1000)
     return [step for step, _ in checkpoints._committed(folder)]
 
 
@@ -55,7 +55,7 @@ def test_retention(run, losses, policy, steps):
 def test_what_is_left_of_a_deleted_one_is_never_taken_for_whole(run, monkeypatch):
     folder = run([1.0, 2.0])
     monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda *args, **kwargs: None)  # killed before it could delete
-    checkpoints.prune(folder, Run(keep=1, keep_best=0))
+    checkpoints.prune(folder, Run(keep=1, keep_best=0), upto=1000)
     assert [step for step, _ in checkpoints._committed(folder)] == [20]
 
 

@@ -192,16 +192,14 @@ def test_a_run_of_one_engine_goes_on_in_the_other(train, straight):
     np.testing.assert_allclose([got[step] for step in got], [expected[step] for step in got], rtol=1e-4)
 
 
-def test_a_run_of_pytorch_on_s3_goes_on_and_gives_the_same_numbers(train, s3):
-    pytest.importorskip("torch", reason="needs the extra torch")
-    here, there = {"engine": "torch"}, {"engine": "torch", "run.storage": f"{s3}/runs"}
-    local = train("torch-here", 10, **here)
-    train("torch-there", 5, **there)
-    result = train("torch-there", 10, **there)
+def test_a_run_on_s3_goes_on_and_gives_the_same_numbers(train, straight, s3):
+    there = {"run.storage": f"{s3}/runs", "training.checkpoint_every": 10}
+    train("there", 10, **there)
+    result = train("there", 20, **there)
     assert result.error is None
-    assert losses(result.path) == losses(local.path)
-    assert result.checkpoint == f"{s3}/runs/torch-there/checkpoints/step-00000010"
-    assert storage.files(result.checkpoint).keys() >= {"checkpoint.json", "state.json", "share-00000.safetensors"}
+    assert losses(result.path) == losses(straight.path)
+    assert result.checkpoint == f"{s3}/runs/there/checkpoints/step-00000020"
+    assert "checkpoint.json" in storage.files(result.checkpoint)
 
 
 def test_epochs_are_steps_once_the_corpus_is_known_and_stay_epochs_in_the_run(train):
