@@ -37,7 +37,8 @@ def make_run(home, name, *, steps=20, until=20, lines=(), **settings):
     return folder
 
 
-def hold(folder, process, host=None, renewed=0.0):
+def hold(folder, process, host=None, renewed=None):
+    renewed = time.time() if renewed is None else renewed
     holder = {"user": "ann", "host": host or socket.gethostname(), "process": process, "since": 0.0}
     (folder / "hold.json").write_text(json.dumps({**holder, "renewed": renewed, "token": "t"}))
 
