@@ -5,6 +5,7 @@ python examples/tutorial_a.py TEXT tiny    # the same for a laptop, in a minute
 """
 
 import sys
+from pathlib import Path
 
 import raygpt
 from raygpt.corpus.mixture import open_mixture
@@ -17,6 +18,7 @@ def train(config):
     import ray.train
 
     from raygpt.engines.jax.engine import JaxEngine
+    from raygpt.training.checkpoints import publish
     from raygpt.training.loop import val_windows
 
     recipe, corpus = config["recipe"], config["corpus"]
@@ -31,10 +33,12 @@ def train(config):
         if step % recipe.training.log_every == 0:
             ray.train.report({"step": step, "train_loss": engine.read(metrics)["loss"]})
         if step % recipe.training.eval_every == 0:
-            engine.save(state, f"{config['folder']}/step-{step}")  # parameters and optimizer, in the background
+            part = Path(config["folder"], f"part-{ray.train.get_context().get_world_rank()}")
+            engine.save(state, str(part))  # this worker's share of parameters and optimizer, in the background
             windows = val_windows([store.val for store in corpus.stores], engine.context, rows)
             losses = np.concatenate([engine.score(state, part) for part in windows])
             engine.wait_for_save()
+            publish(part, f"{config['folder']}/step-{step}")
             ray.train.report({"step": step, "val_loss": float(losses.mean())})
 
 

@@ -89,7 +89,7 @@ def test_shakespeare_char_has_nanogpts_numbers_for_a_cpu() -> None:
     assert (optimizer.learning_rate, optimizer.betas, optimizer.weight_decay) == (1e-3, (0.9, 0.99), 0.1)
     assert optimizer.clip == 1.0
     assert (schedule.kind, schedule.warmup_steps) == ("cosine", 100)
-    assert optimizer.learning_rate * schedule.end == pytest.approx(1e-4)
+    assert optimizer.learning_rate * schedule.end == pytest.approx(2e-4)  # its own is 1e-4: see benchmarks/LOG.md
     assert (recipe.training.steps, recipe.training.batch_tokens) == (2000, 12 * 64)
     positions = 64 * 128  # left out in the "number of parameters: 0.80M" that nanoGPT prints
     assert round((model.parameters(65) - positions) / 1e6, 2) == 0.80

@@ -24,6 +24,7 @@ from raygpt.engines.jax.attention import xla  # noqa: E402
 from raygpt.engines.jax.engine import JaxEngine, choose_compile, choose_precision  # noqa: E402
 from raygpt.engines.jax.model import GPT, Layers, dropout  # noqa: E402
 from raygpt.engines.jax.scaling import Scale  # noqa: E402
+from raygpt.engines.jax.spikes import Spikes  # noqa: E402
 from raygpt.engines.jax.step import State, make_step  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
 
@@ -242,7 +243,7 @@ def assert_plain_mean(engine, windows):
 def sgd_step(engine, parameters, windows):
     """Loss, and the gradient as what a step with rate 1 takes off."""
     step = make_step(engine.recipe, engine._losses, optax.identity(), optax.constant_schedule(1.0))
-    state = State(parameters, optax.EmptyState(), jnp.zeros((), jnp.int32), Scale.first())
+    state = State(parameters, optax.EmptyState(), jnp.zeros((), jnp.int32), Scale.first(), Spikes.first())
     after, metrics = jax.jit(step)(state, engine.put(windows))
     gradients = jax.tree.map(jnp.subtract, parameters, after.parameters)
     assert float(metrics.grad_norm) == pytest.approx(float(optax.tree.norm(gradients)), rel=1e-3)
