@@ -14,7 +14,7 @@ test: $(VENV)/installed-dev
 
 # Twenty kills for each engine, nodes that come and go: about half an hour.
 chaos: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m slow tests/chaos
+	$(BIN)/python -m pytest -m slow tests/chaos tests/training/test_recovery.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check raygpt tests benchmarks

@@ -40,6 +40,7 @@ def undisturbed(ray_cluster, recipe):
 # Workers
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_noticed_and_shows_where(ray_cluster, recipe, undisturbed, monkeypatch):
     monkeypatch.setenv(VARIABLE, "hang@8")
     result = raygpt.train("tiny", **recipe, **{"run.name": "hung", "training.hang_after": 20})
@@ -105,6 +106,7 @@ def wait_for_step(folder, step, process):
     raise AssertionError(process.communicate(timeout=30)[0])
 
 
+@pytest.mark.slow
 def test_a_driver_may_be_killed_interrupted_and_stopped_from_elsewhere(driver, recipe, undisturbed):
     folder = f"{recipe['run.storage']}/driven"
     killed = driver("driven")
