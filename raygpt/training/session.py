@@ -290,7 +290,8 @@ class MetricsFile:
         return bool(lines)
 
     def append(self, metrics: Event) -> None:
-        self._lines.append(json.dumps(metrics) + "\n")
+        with self._lock:
+            self._lines.append(json.dumps(metrics) + "\n")
         if not self._is_remote or time.monotonic() > self._next_upload:
             self.flush()
 

@@ -1,6 +1,7 @@
 """What is kept of a run's metrics when it is killed, when the disk is full, and when it goes on."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,23 @@ class Proxy:
 
     def __exit__(self, *error):
         self._file.close()
+
+
+def test_no_line_is_lost_while_another_thread_flushes(tmp_path):
+    file, done = MetricsFile(str(tmp_path)), threading.Event()
+    file.keep_until(0)
+
+    def flush():
+        while not done.is_set():
+            file.flush()
+
+    thread = threading.Thread(target=flush)
+    thread.start()
+    for step in range(1, 3001):
+        file.append({"step": step})
+    done.set()
+    thread.join()
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 3001))
 
 
 def test_a_wish_to_stop_outlives_the_workers_that_took_it():
