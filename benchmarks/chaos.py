@@ -13,8 +13,6 @@ from dataclasses import asdict
 
 import record
 import yaml
-from rich.console import Console
-from rich.table import Table
 
 from raygpt.recipes import load_recipe
 from raygpt.testing.chaos import chaos, read_metrics
@@ -45,12 +43,7 @@ def main() -> None:
         "deterministic": recipe.training.deterministic,
         "tokens_per_s": statistics.median(speeds),
     }
-    table = Table("", "", box=None, show_header=False)
-    for name, value in figures.items():
-        table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
-    Console().print(table)
-    if arguments.name:
-        print(record.save(arguments.name, figures))
+    record.show(figures, arguments.name)
     sys.exit(0 if result.is_identical else 1)
 
 

@@ -12,8 +12,6 @@ from itertools import pairwise
 from typing import Any
 
 import record
-from rich.console import Console
-from rich.table import Table
 
 from raygpt.recipes import load_recipe
 from raygpt.training import launch
@@ -49,12 +47,7 @@ def main() -> None:
         "steps_during_saves": len(during),
         "seconds_of_a_save": statistics.median(saves),
     }
-    table = Table("", "", box=None, show_header=False)
-    for name, value in figures.items():
-        table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
-    Console().print(table)
-    if arguments.name:
-        print(record.save(arguments.name, figures))
+    record.show(figures, arguments.name)
 
 
 def run(name: str, overrides: list[str]) -> Events:

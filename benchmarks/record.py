@@ -10,8 +10,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("raygpt", "ray", "jax", "libtpu", "torch", "numpy", "pyarrow", "tiktoken", "tokenizers")
+
+
+def show(figures: dict[str, Any], name: str | None) -> None:
+    """Print a line for each figure; with a name, write them too."""
+    table = Table("", "", box=None, show_header=False)
+    for label, value in figures.items():
+        table.add_row(label, f"{value:,.4g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    if name:
+        print(save(name, figures))
 
 
 def save(name: str, figures: dict[str, Any]) -> Path:

@@ -12,8 +12,6 @@ from itertools import pairwise
 from typing import Any
 
 import record
-from rich.console import Console
-from rich.table import Table
 
 from raygpt.recipes import load_recipe
 from raygpt.training import launch
@@ -35,14 +33,7 @@ def main() -> None:
         if result.error:
             raise result.error
         figures = measured(events, run)
-    table = Table("", "", box=None, show_header=False)
-    for name, value in figures.items():
-        table.add_row(
-            name, value if isinstance(value, str) else f"{value:,.4g}" if isinstance(value, float) else str(value)
-        )
-    Console().print(table)
-    if arguments.name:
-        print(record.save(arguments.name, figures))
+    record.show(figures, arguments.name)
 
 
 def measured(events: list[dict[str, Any]], run: launch.Prepared) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raygpt.config import Recipe
+from raygpt.engines import devices_of, engine_of
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.training.metrics import mfu
@@ -23,16 +24,8 @@ from raygpt.training.metrics import mfu
 GPT2_VOCAB, CHARACTERS = 50257, 65  # of GPT-2; of Shakespeare, which nanoGPT trains on where there is only a CPU
 ROUND, FIRST, WARM_UP, BATCHES = 10, 5, 10, 4  # steps: of a round, whose losses are kept, to warm up; batches in turn
 NANOGPTS_CPU_MODEL = ("model.layers=4", "model.heads=4", "model.width=128")  # of its README, for a laptop
-SAME = (
-    "device",
-    "engine",
-    "kernels",
-    "layers",
-    "width",
-    "context",
-    "vocab",
-    "precision",
-)  # what makes two figures comparable
+# What makes two figures comparable.
+SAME = ("device", "engine", "kernels", "layers", "width", "context", "vocab", "precision")
 
 
 @dataclass(frozen=True)
@@ -77,19 +70,9 @@ class Steps(NamedTuple):
 
 def usual_work(engine: str, overrides: Sequence[str] = ()) -> Work:
     """GPT-2 124M where there is a GPU or TPU, a small model on a CPU: a step of GPT-2 takes a minute there."""
-    if _has_accelerator(engine):
+    if _devices(engine).is_accelerated():
         return Work(engine, overrides=tuple(overrides))
     return Work(engine, None, 12, 64, vocab=CHARACTERS, overrides=(*NANOGPTS_CPU_MODEL, *overrides))
-
-
-def _has_accelerator(engine: str) -> bool:
-    if engine == "torch":
-        import torch
-
-        return torch.cuda.is_available()
-    import jax
-
-    return jax.default_backend() != "cpu"
 
 
 def measure(work: Work) -> dict[str, Any]:
@@ -129,7 +112,7 @@ def timed(steps: Steps, work: Work) -> dict[str, Any]:
 
 def engine_steps(work: Work) -> Steps:
     """An engine on one device."""
-    engine, peak = _jax(work) if work.engine == "jax" else _torch(work)
+    engine = _engine(work)
     state, batches = engine.start(), [engine.put(part) for part in work.windows]
 
     def take(number: int) -> Any:
@@ -137,28 +120,23 @@ def engine_steps(work: Work) -> Steps:
         state, metrics = engine.step(state, batches[number % BATCHES])
         return metrics
 
+    peak = _devices(work.engine).peak_bytes
     return Steps(take, lambda metrics: float(engine.read(metrics)["loss"]), peak, engine.describe())
 
 
-def _jax(work: Work) -> tuple[Any, Callable[[], int]]:
-    import jax
-
-    from raygpt.engines.jax.engine import JaxEngine
-
-    device = jax.local_devices()[0]
-    engine = JaxEngine(work.recipe, work.vocab, devices=[device], kernels=work.kernels)
-    return engine, lambda: (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+def _engine(work: Work) -> Any:
+    here, module = _devices(work.engine), engine_of(work.engine)
+    if work.engine == "jax":  # without `set_up`, which keeps what is compiled: how long that takes is a figure, too
+        return module.Engine(work.recipe, work.vocab, devices=here.first(), kernels=work.kernels)
+    module.set_up()
+    return module.Engine(work.recipe, work.vocab)
 
 
-def _torch(work: Work) -> tuple[Any, Callable[[], int]]:
+def _devices(engine: str) -> Any:
     try:
-        import torch
-
-        from raygpt.engines.torch.engine import TorchEngine, set_up
+        return devices_of(engine)
     except ImportError as error:
-        raise RaygptError("engine torch is not installed; write pip install 'raygpt[torch]'") from error
-    set_up()
-    return TorchEngine(work.recipe, work.vocab), torch.cuda.max_memory_allocated
+        raise RaygptError(f"engine {engine} is not installed; write pip install 'raygpt[{engine}]'") from error
 
 
 # What was recorded

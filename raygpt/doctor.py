@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from raygpt.engines import devices_of
 from raygpt.errors import RaygptError
 
 MIN_FREE_DISK = 10 * 2**30
@@ -62,18 +63,16 @@ def _jax() -> Iterator[Finding]:
     if version is None:
         yield Finding("JAX", "problem", "not installed", "pip install raygpt")
         return
-    import jax
-
+    here = devices_of("jax")
     try:
-        devices = jax.devices()
+        names = here.names()
     except RuntimeError as error:  # a plugin without its driver
         yield Finding(
             "JAX", "problem", f"{version}: {str(error).splitlines()[0]}", "set JAX_PLATFORMS=cpu, or mend the driver"
         )
         return
-    kinds = ", ".join(sorted({device.device_kind for device in devices}))
-    yield Finding("JAX", "ok", f"{version}, {len(devices)} × {kinds}")
-    if devices[0].platform == "cpu" and shutil.which("nvidia-smi"):
+    yield Finding("JAX", "ok", f"{version}, {len(names)} × {', '.join(sorted(set(names)))}")
+    if not here.is_accelerated() and shutil.which("nvidia-smi"):
         yield Finding(
             "JAX on GPU", "problem", "an NVIDIA GPU is here, JAX does not use it", "pip install 'raygpt[cuda]'"
         )
@@ -84,10 +83,7 @@ def _torch() -> Iterator[Finding]:
     if version is None:
         yield Finding("PyTorch", "optional", "not installed", "pip install 'raygpt[torch]' for engine: torch")
         return
-    import torch
-
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
-    yield Finding("PyTorch", "ok", f"{version}, {device}")
+    yield Finding("PyTorch", "ok", f"{version}, {devices_of('torch').names()[0]}")
 
 
 def _ray() -> Finding:

@@ -25,6 +25,11 @@ def read_parameters(name: str, folder: str, model: Model, vocab: int) -> Arrays:
     return parameters
 
 
+def devices_of(name: str) -> Any:
+    """What an engine finds on this machine: `names`, `is_accelerated`, `peak_bytes`. Its model is not imported."""
+    return import_module(f"raygpt.engines.{name}.devices")
+
+
 def read_weights(name: str, folder: str, model: Model, vocab: int) -> Weights:
     """The state in a checkpoint that an engine wrote, as plain arrays that the other can load."""
     weights: Weights = import_module(f"raygpt.engines.{name}.checkpoint").read_weights(folder, model, vocab)

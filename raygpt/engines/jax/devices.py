@@ -1,0 +1,25 @@
+"""The devices that JAX finds here, for those who ask before there is an engine."""
+
+from typing import Any
+
+import jax
+
+
+def names() -> list[str]:
+    """What each calls itself; raises RuntimeError where a plugin lacks its driver."""
+    return [device.device_kind for device in jax.devices()]
+
+
+def is_accelerated() -> bool:
+    """Whether there is more than a CPU."""
+    return jax.default_backend() != "cpu"
+
+
+def first() -> list[Any]:
+    """One of them, for what is measured on one."""
+    return jax.local_devices()[:1]
+
+
+def peak_bytes() -> int:
+    """The most that was in use on the first; 0 where it does not say, as a CPU."""
+    return int((jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0))
