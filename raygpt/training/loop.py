@@ -77,13 +77,14 @@ class Loop:
                 self._saving.finish(state, step, metrics)
                 self._session.emit({"event": "stopped" if orders.stop else "finished", "step": step})
                 break
+        profile.close()
         self._session.close()
         return state
 
     def _profile(self) -> Profile:
-        """Of the steps that are asked for, in one worker."""
-        first, last = self._task.profile or (0, 0) if self._session.rank == 0 else (0, 0)
-        return Profile(first, last, self._task.run_folder, self._task.recipe.engine)
+        """Of the steps that are asked for, in one worker; mostly of none."""
+        asked = self._task.profile if self._session.rank == 0 else None
+        return Profile(*(asked or (0, 0)), self._task.run_folder, self._task.recipe.engine)
 
     def _is_evaluated(self, step: int) -> bool:
         return step % self._eval_every == 0 or step == self._steps
@@ -114,7 +115,7 @@ class Loop:
         def look() -> int:
             found, warnings = checkpoints.newest(self._task.run_folder)
             for warning in warnings:
-                self._session.emit({"event": "warning", "text": warning})
+                self._session.warn(warning)
             with contextlib.suppress(OSError, RaygptError):
                 checkpoints.sweep(self._task.run_folder)
             return found.step if found else -1
@@ -155,7 +156,7 @@ class Loop:
                 f"{text}, at or before step {step}; the checkpoints before it are whole. Lower "
                 "optimizer.learning_rate, or write training.on_spike: skip to leave such steps out"
             )
-        self._session.emit({"event": "warning", "text": f"{text} in {news:.0f} of the steps up to {step}"})
+        self._session.warn(f"{text} in {news:.0f} of the steps up to {step}")
 
     def _batches(self, first: int, log: "Log") -> Iterator[Any]:
         """The batch of every step from the first on, read ahead. Step n, counted from 1, consumes batch n-1."""
@@ -208,8 +209,7 @@ class Loop:
         try:
             write()
         except (OSError, RaygptError) as error:
-            text = f"{what} could not be kept ({error}); training goes on"
-            self._session.emit({"event": "warning", "text": text})
+            self._session.warn(f"{what} could not be kept ({error}); training goes on")
 
     def _sample(self, state: Any) -> str:
         tokenizer = self._task.tokenizer

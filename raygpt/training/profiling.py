@@ -10,6 +10,7 @@ import importlib
 import re
 import tempfile
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class Profile:
 
     def __init__(self, first: int, last: int, run_folder: str, engine: str):
         self._first, self._last, self._run_folder = first, last, run_folder
-        self._tracer: Any = importlib.import_module(f"raygpt.engines.{engine}.trace")
+        self._engine = engine
         self._aside: tempfile.TemporaryDirectory[str] | None = None
 
     def before(self, step: int) -> None:
@@ -60,6 +61,10 @@ class Profile:
             storage.write_bytes(file, opened_by_perfetto.read_bytes())
             self._keep_the_rest(folder, opened_by_perfetto)
         return file
+
+    @cached_property
+    def _tracer(self) -> Any:
+        return importlib.import_module(f"raygpt.engines.{self._engine}.trace")
 
     def _keep_the_rest(self, folder: Path, but: Path) -> None:
         """What TensorBoard's profile plugin reads, in the folders where it looks for it."""

@@ -97,8 +97,7 @@ class Saving:
             self._thread.join(min(PATIENCE_S, (self._task.recipe.training.hang_after or PATIENCE_S) / 2))
         self.look()
         if self._is_busy():
-            text = f"the checkpoint of step {step} is left out: the one before it is still being written"
-            self._session.emit({"event": "warning", "text": text})
+            self._session.warn(f"the checkpoint of step {step} is left out: the one before it is still being written")
         return not self._is_busy()
 
     def _has_room(self, step: int) -> bool:
@@ -159,7 +158,7 @@ class Saving:
         try:
             checkpoints.prune(self._task.run_folder, self._task.recipe.run, step)
         except (OSError, RaygptError) as error:
-            self._session.emit({"event": "warning", "text": f"older checkpoints could not be deleted ({error})"})
+            self._session.warn(f"older checkpoints could not be deleted ({error})")
 
     def _fail(self, step: int, reason: str) -> None:
         """Warn; too many in a row end the run, while the checkpoints that there are still are of use."""
@@ -171,8 +170,7 @@ class Saving:
                 "run.storage or mend it, then run the same command again"
             )
             return
-        text = f"{said}; training goes on, and ends after {self._limit} in a row"
-        self._session.emit({"event": "warning", "text": text})
+        self._session.warn(f"{said}; training goes on, and ends after {self._limit} in a row")
 
 
 def _first_line(error: BaseException) -> str:

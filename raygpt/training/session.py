@@ -36,6 +36,10 @@ class Session(Protocol):
         """Tell whoever watches."""
         ...
 
+    def warn(self, text: str) -> None:
+        """Tell whoever watches of what is no reason to end."""
+        ...
+
     def record(self, metrics: Event) -> None:
         """Tell whoever watches, and keep it in the run's metrics."""
         ...
@@ -95,6 +99,9 @@ class LocalSession:
     def emit(self, event: Event) -> None:
         self.events.append(event)
 
+    def warn(self, text: str) -> None:
+        self.emit({"event": "warning", "text": text})
+
     def record(self, metrics: Event) -> None:
         self.events.append(metrics)
 
@@ -153,7 +160,6 @@ class RaySession:
         self._listener = listener
 
     def warn(self, text: str) -> None:
-        """Tell whoever watches of what is no reason to end."""
         self.emit({"event": "warning", "text": text})
 
     def record(self, metrics: Event) -> None:
