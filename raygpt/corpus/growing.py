@@ -92,11 +92,11 @@ class GrowingStream(TokenStream):
         return True
 
     def _end_with(self, index: Index) -> None:
-        """The whole store must be what was read: where prepare drew no document, it has held out the tail after all."""
+        """The whole store must be what was read: where prepare drew no document, or each, it held out the tail."""
         if index.tokens("train") != len(self):
             raise RaygptError(
-                f"{self.folder}: {len(self) - index.tokens('train')} tokens at its end are held out for validation, "
-                "but training has begun on them; train again, the store is whole now"
+                f"{self.folder}: its documents were too few to draw from, so the end of its tokens is held out for "
+                "validation; train again, the store is whole now"
             )
         self._whole = True
 

@@ -314,14 +314,9 @@ def _write_index(
         train=_extents(parts, "train"),
         val=_extents(parts, "val"),
     )
-    if not index.train and isinstance(job.val, float) and index.val:
-        raise RaygptError(
-            f"{job.source.spec}: all {index.documents} documents were drawn for validation; set data.split: tail, or "
-            "data.val lower, or another data.split_seed"
-        )
-    if not index.train:
+    if not index.train and not (isinstance(job.val, float) and index.val):
         raise RaygptError(f"{job.source.spec} has no text in it: every document is blank; name another source")
-    if index.val:
+    if index.train and index.val:
         index = _gather_val(index, folder, held_out)
     elif isinstance(job.val, float) and job.val:
         index = _hold_out_tail(index, folder, job.val, job.split)
@@ -346,15 +341,19 @@ def _gather_val(index: Index, folder: str, held_out: Sequence[int]) -> Index:
 
 
 def _hold_out_tail(index: Index, folder: str, share: float, split: str) -> Index:
-    """Give the last share of the tokens to validation, from a document's start on where one is near enough."""
-    stream = TokenStream(folder, index.train, index)
+    """Give the last share of the tokens to validation, from a document's start on where one is near enough.
+
+    This is the split `tail`, and what is left to do where drawing few documents put all of them on one side.
+    """
+    drawn, extents = ("no document", index.train) if index.train else ("each document", index.val)
+    stream = TokenStream(folder, extents, index)
     cut = int((len(stream) - 1) * (1 - share))  # the last end-of-text is not counted as text
     start = _document_start(stream, cut, index.end_of_text)
-    train, val = _cut(index.train, start or cut)
+    train, val = _cut(extents, start or cut)
     held_out = f"the last {sum(extent.tokens for extent in val) / len(stream):.1%} of the tokens are held out"
     notes = []
-    if split == "documents":
-        notes.append(f"no document of {index.documents} was drawn for validation: {held_out}")
+    if split != "tail":
+        notes.append(f"{drawn} of {index.documents} was drawn for validation: {held_out}")
     elif start is None:
         notes.append(f"no document begins near enough to the cut: {held_out}, from within a document on")
     return replace(index, train=train, val=val, notes=tuple(notes))

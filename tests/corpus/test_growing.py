@@ -190,6 +190,6 @@ def test_a_tail_that_was_held_out_after_all_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RaygptError) as caught:
         stream.wait(TOTAL + 1)
     assert str(caught.value) == (
-        f"{tmp_path}: 20 tokens at its end are held out for validation, but training has begun on them; "
+        f"{tmp_path}: its documents were too few to draw from, so the end of its tokens is held out for validation; "
         "train again, the store is whole now"
     )

@@ -259,14 +259,15 @@ def test_where_no_document_is_drawn_the_end_is_held_out_with_a_note(tmp_path: Pa
     )
 
 
-def test_a_corpus_that_is_all_validation_is_refused(tmp_path: Path) -> None:
-    text = next(text for text in (words(seed, 20) for seed in range(100)) if is_val(text, 0.5))
-    source = text_file(tmp_path / "x.txt", [text, text])
-    assert refusal(source, str(tmp_path / "store"), "bytes", val=0.5) == (
-        f"{source}: all 2 documents were drawn for validation; set data.split: tail, or data.val lower, "
-        "or another data.split_seed"
+def test_where_every_document_is_drawn_the_end_is_held_out_all_the_same(tmp_path: Path) -> None:
+    texts = [text for text in (words(seed, 2000) for seed in range(100)) if is_val(text, 0.2)][:2]
+    store = prepare(text_file(tmp_path / "x.txt", texts), str(tmp_path / "store"), "bytes", val=0.2)
+    ids = of_bytes(texts)
+    cut = int((len(ids) - 1) * 0.8)
+    check(store, ids[:cut], ids[cut:])
+    assert store.index.notes == (
+        "each document of 2 was drawn for validation: the last 20.0% of the tokens are held out",
     )
-    assert not (tmp_path / "store" / "index.json").exists()
 
 
 # Validation off the end
