@@ -10,6 +10,7 @@ from reference import hugging_face
 from raygpt.config import Model
 from raygpt.engines import engine_of, read_parameters
 from raygpt.engines.base import bucket
+from raygpt.engines.torch.reader import linear, product
 from raygpt.recipes import load_recipe
 
 VOCAB, CONTEXT = 100, 24
@@ -110,3 +111,16 @@ def test_parameters_are_read_without_the_optimizer(engine, tmp_path):
     assert set(found) == set(expected)
     for name, array in expected.items():
         np.testing.assert_array_equal(found[name], array)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 17])
+@pytest.mark.parametrize("out", [6, 7])  # and one that two cores cannot share
+def test_a_product_of_few_rows_is_the_product(rows, out, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    random = np.random.default_rng(rows)
+    x, kernel, bias = (random.normal(size=shape) for shape in ((rows, 5), (out, 5), (out,)))
+    layer = torch.nn.Linear(5, out, dtype=torch.float64)
+    layer.weight.data, layer.bias.data = torch.tensor(kernel), torch.tensor(bias)
+    np.testing.assert_allclose(product(torch.tensor(x), layer.weight.detach()), x @ kernel.T, rtol=1e-12)
+    got = linear(layer, torch.tensor(x).reshape(rows, 1, 5)).detach()
+    np.testing.assert_allclose(got, (x @ kernel.T + bias).reshape(rows, 1, out), rtol=1e-12)

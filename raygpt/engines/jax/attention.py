@@ -1,11 +1,13 @@
 """Causal attention by what the hardware has: cuDNN on NVIDIA, Splash on TPUs, XLA elsewhere."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from math import gcd
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -19,14 +21,24 @@ KEPT = "attention"  # the name of what a fused kernel's backward pass needs, for
 def xla(query: Array, key: Array, value: Array) -> Array:
     """As the formula has it, scores and softmax in fp32 at least; XLA fuses what it can."""
     time = query.shape[1]
-    return _attend(query, key, value, jnp.tril(jnp.ones((time, time), dtype=bool)))
+    visible = jnp.tril(jnp.ones((time, time), dtype=bool))
+    return _attend(query, [_by_heads(key)], [_by_heads(value)], visible)
 
 
-def _attend(query: Array, key: Array, value: Array, visible: Array) -> Array:
-    accurate = jnp.promote_types(query.dtype, jnp.float32)
-    scores = jnp.einsum("bqhe,bkhe->bhqk", query, key, preferred_element_type=accurate) / query.shape[-1] ** 0.5
-    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
-    return jnp.einsum("bhqk,bkhe->bqhe", weights.astype(value.dtype), value)
+def _attend(query: Array, keys: Sequence[Array], values: Sequence[Array], visible: Array) -> Array:
+    """Keys and values come in parts, each [rows, heads, time, head_dim]; the rest is [rows, time, heads, head_dim]."""
+    query, accurate = _by_heads(query), jnp.promote_types(query.dtype, jnp.float32)
+    score = functools.partial(jnp.einsum, "bhqe,bhke->bhqk", preferred_element_type=accurate)
+    scores = jnp.concatenate([score(query, part) for part in keys], axis=-1) / query.shape[-1] ** 0.5
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(query.dtype)
+    parts = jnp.split(weights, np.cumsum([part.shape[2] for part in values])[:-1], axis=-1)
+    mixed = [jnp.einsum("bhqk,bhke->bhqe", *part) for part in zip(parts, values, strict=True)]
+    return _by_heads(functools.reduce(jnp.add, mixed))
+
+
+def _by_heads(x: Array) -> Array:
+    """[rows, heads, time, head_dim] of [rows, time, heads, head_dim], and back."""
+    return jnp.swapaxes(x, 1, 2)
 
 
 def cudnn(query: Array, key: Array, value: Array) -> Array:
@@ -44,7 +56,7 @@ def splash(mesh: Mesh, interpret: bool = False) -> Attention:
     def attention(query: Array, key: Array, value: Array) -> Array:
         _, time, heads, size = query.shape
         kernel = _splash_kernel(time, heads, interpret)
-        by_heads = [jnp.swapaxes(x, 1, 2) for x in (query * size**-0.5, key, value)]  # [rows, heads, time, head_dim]
+        by_heads = [_by_heads(x) for x in (query * size**-0.5, key, value)]  # [rows, heads, time, head_dim]
         return jnp.swapaxes(jax.vmap(kernel)(*by_heads), 1, 2)
 
     # Without check_vma: what the kernel returns does not say along which axes it varies.
@@ -70,24 +82,28 @@ def _splash_kernel(time: int, heads: int, interpret: bool) -> Callable[[Array, A
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far: [layers, rows, context, heads, head_dim], or without layers inside one."""
+    """Keys and values of the tokens so far: [layers, rows, heads, context, head_dim], or without layers inside one."""
 
     keys: Array
     values: Array
 
     def updated(self, keys: Array, values: Array, start: Array) -> "Cache":
-        """With those of the tokens from `start` on."""
-        place = (0, start, 0, 0)
+        """With those of the tokens from `start` on, [rows, time, heads, head_dim]."""
+        place = (0, 0, start, 0)
         return Cache(
-            jax.lax.dynamic_update_slice(self.keys, keys, place),
-            jax.lax.dynamic_update_slice(self.values, values, place),
+            jax.lax.dynamic_update_slice(self.keys, _by_heads(keys), place),
+            jax.lax.dynamic_update_slice(self.values, _by_heads(values), place),
         )
 
+    def attend(self, query: Array, keys: Array, values: Array, start: Array) -> Array:
+        """Attention of new tokens, the first of them at position `start`, to those before and to each other.
 
-def cached(query: Array, keys: Array, values: Array, start: Array) -> Array:
-    """Attention of new queries, the first of them at position `start`, to cached keys and values up to their own."""
-    own = start + jnp.arange(query.shape[1])[:, None]  # [time, 1]
-    return _attend(query, keys, values, jnp.arange(keys.shape[1]) <= own)
+        The new keys are not read from the updated cache: XLA on a CPU would copy all of it for every token.
+        """
+        time, context = query.shape[1], self.keys.shape[-2]
+        earlier = jnp.broadcast_to(jnp.arange(context) < start, (time, context))
+        visible = jnp.concatenate([earlier, jnp.tril(jnp.ones((time, time), dtype=bool))], axis=1)
+        return _attend(query, [self.keys, _by_heads(keys)], [self.values, _by_heads(values)], visible)
 
 
 def choose_attention(device: Any, dtype: Any, mesh: Mesh, model: Model) -> tuple[Attention, str]:

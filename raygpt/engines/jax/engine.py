@@ -253,7 +253,7 @@ class JaxEngine:
     def prefill(self, state: State, ids: NDArray[np.int32]) -> tuple[NDArray[np.floating[Any]], Any]:
         """Read prompts [rows, time]: the logits of the token that follows each, and a cache for `decode`."""
         model = self.recipe.model
-        shape = (model.layers, len(ids), model.context, model.heads, model.width // model.heads)
+        shape = (model.layers, len(ids), model.heads, model.context, model.width // model.heads)
         empty = Cache(jnp.zeros(shape, self._dtype), jnp.zeros(shape, self._dtype))
         return self.decode(state, ids, 0, empty)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from raygpt.config import Model
-from raygpt.engines.jax.attention import KEPT, Attention, Cache, cached
+from raygpt.engines.jax.attention import KEPT, Attention, Cache
 
 Array = jax.Array
 T = TypeVar("T")
@@ -107,15 +107,17 @@ class Block(nnx.Module):
         bias = lambda *shape: shape if model.bias else None  # noqa: E731
         self.norm1 = nnx.LayerNorm(width, **norm)
         self.qkv = nnx.Einsum(
-            "btd,dkhe->kbthe", (width, 3, heads, size), bias(3, heads, size), kernel_init=init, **kinds
+            "btd,dkhe->btkhe", (width, 3, heads, size), bias(3, heads, size), kernel_init=init, **kinds
         )
-        self.out = nnx.Einsum("bthe,hed->btd", (heads, size, width), bias(width), kernel_init=init_residual, **kinds)
+        self.out = nnx.LinearGeneral(
+            (heads, size), width, axis=(-2, -1), use_bias=model.bias, kernel_init=init_residual, **kinds
+        )
         self.norm2 = nnx.LayerNorm(width, **norm)
         self.up = nnx.Linear(width, 4 * width, use_bias=model.bias, kernel_init=init, **kinds)
         self.down = nnx.Linear(4 * width, width, use_bias=model.bias, kernel_init=init_residual, **kinds)
 
     def __call__(self, x: Array, attention: Attention, keys: Array | None, layer: Array | int, rate: float) -> Array:
-        query, key, value = self.qkv(lean(self.norm1)(x))  # each [rows, time, heads, head_dim]
+        query, key, value = jnp.moveaxis(self.qkv(lean(self.norm1)(x)), 2, 0)  # each [rows, time, heads, head_dim]
         mixed = self.out(attention(query, key, value))
         x = x + dropout(mixed, keys, 2 * layer + 1, rate)
         hidden = lean(jax.nn.gelu)(self.up(lean(self.norm2)(x)))  # [rows, time, 4·width]; GPT-2's GELU is by tanh
@@ -184,7 +186,7 @@ class GPT(nnx.Module):
             def attention(query: Array, key: Array, value: Array) -> Array:
                 nonlocal updated
                 updated = cache.updated(key, value, start)
-                return cached(query, updated.keys, updated.values, start)
+                return cache.attend(query, key, value, start)
 
             x = nnx.merge(graph, parameters)(x, attention, None, 0, 0.0)
             return x, updated

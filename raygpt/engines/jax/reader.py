@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from raygpt import config
 from raygpt.engines.base import Arrays, bucket
-from raygpt.engines.jax.attention import Attention, Cache, cached, choose_attention
+from raygpt.engines.jax.attention import Attention, Cache, choose_attention
 from raygpt.engines.jax.engine import DTYPES, choose_precision
 from raygpt.engines.jax.model import GPT, Block
 from raygpt.engines.jax.names import from_hugging_face
@@ -72,18 +72,21 @@ class JaxReader:
         rows, time = ids.shape
         filled = np.zeros((rows, bucket(time, self.context)), dtype=np.int32)
         filled[:, :time] = ids
-        shape = (rows, self.context, self.model.heads, self.model.width // self.model.heads)
+        shape = (rows, self.model.heads, self.context, self.model.width // self.model.heads)
         empty = lambda: jnp.zeros(shape, self._dtype, device=self._device)  # noqa: E731
         caches = tuple(Cache(empty(), empty()) for _ in range(self.model.layers))
-        logits, caches = self._extend(state, filled, 0, time - 1, caches)
-        return np.asarray(logits), caches
+        return self._read(state, filled, 0, time - 1, caches)
 
     def decode(
         self, state: Parameters, ids: NDArray[np.int32], start: int, cache: Any
     ) -> tuple[NDArray[np.floating[Any]], Any]:
         """Read one id a row, [rows, 1], after `start` earlier ones."""
-        logits, cache = self._extend(state, ids, start, ids.shape[1] - 1, cache)
-        return np.asarray(logits), cache
+        return self._read(state, ids, start, ids.shape[1] - 1, cache)
+
+    def _read(self, state: Parameters, ids: NDArray[np.int32], start: int, last: int, caches: Any) -> Any:
+        """Two programs: in one, XLA on a CPU would copy the caches before it writes into what it also reads."""
+        logits, new = self._extend(state, ids, start, last, caches)
+        return np.asarray(logits), self._write(caches, new, start)
 
     def grade(
         self, state: Parameters, windows: NDArray[np.int32]
@@ -100,21 +103,28 @@ class JaxReader:
     def _extend(self) -> Any:
         def extend(
             parameters: Parameters, ids: Array, start: Array, last: Array, caches: tuple[Cache, ...]
-        ) -> tuple[Array, tuple[Cache, ...]]:
-            updated = []
+        ) -> tuple[Array, list[tuple[Array, Array]]]:
+            new = []
 
             def attend(layer: int) -> Attention:
                 def attention(query: Array, key: Array, value: Array) -> Array:
-                    updated.append(caches[layer].updated(key, value, start))
-                    return cached(query, *updated[-1], start)
+                    new.append((key, value))
+                    return caches[layer].attend(query, key, value, start)
 
                 return attention
 
             hidden = self._hidden(parameters, ids, start, [attend(layer) for layer in range(self.model.layers)])
             one = jax.lax.dynamic_index_in_dim(hidden, last, axis=1, keepdims=False)  # [rows, width]
-            return self._logits(parameters, one)[:, : self.vocab], tuple(updated)
+            return self._logits(parameters, one)[:, : self.vocab], new
 
-        return jax.jit(extend, donate_argnums=4)
+        return jax.jit(extend)
+
+    @cached_property
+    def _write(self) -> Any:
+        def write(caches: tuple[Cache, ...], new: list[tuple[Array, Array]], start: Array) -> tuple[Cache, ...]:
+            return tuple(cache.updated(*pair, start) for cache, pair in zip(caches, new, strict=True))
+
+        return jax.jit(write, donate_argnums=0)
 
     @cached_property
     def _grade(self) -> Any:

@@ -15,6 +15,14 @@ def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
+def visible(start: int, end: int, device: torch.device) -> Tensor | None:
+    """What each token from `start` on may look at, [time, end]: all up to itself. A single one sees everything."""
+    if end == start + 1:
+        return None
+    place = torch.arange(end, device=device)
+    return place <= place[start:, None]
+
+
 class Cache(NamedTuple):
     """Keys and values of the tokens so far: each [layers, rows, heads, context, head_dim]."""
 
@@ -28,9 +36,7 @@ class Cache(NamedTuple):
             end = start + query.shape[2]
             self.keys[layer, :, :, start:end] = key
             self.values[layer, :, :, start:end] = value
-            place = torch.arange(end, device=query.device)
-            visible = place <= place[start:, None]  # [time, end]
             keys, values = self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
-            return F.scaled_dot_product_attention(query, keys, values, attn_mask=visible)
+            return F.scaled_dot_product_attention(query, keys, values, attn_mask=visible(start, end, query.device))
 
         return cached

@@ -1,5 +1,6 @@
 """A trained model read by PyTorch on one device: texts scored, and written on through a cache. Nothing is compiled."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,24 @@ from raygpt.engines.torch.model import GPT, accurate
 from raygpt.engines.torch.names import from_hugging_face, hugging_face_name
 
 Result = tuple[NDArray[np.floating[Any]], Any]
+FEW = 16  # rows, up to which a product takes as long as reading its kernel
+
+
+def product(x: Tensor, kernel: Tensor) -> Tensor:
+    """x [rows, in] by a kernel [out, in], for a CPU: with few rows PyTorch would read the kernel with one core only."""
+    parts = torch.get_num_threads()
+    if len(x) > FEW or len(kernel) % parts:
+        return x @ kernel.T
+    shares = kernel.view(parts, -1, kernel.shape[1])  # [parts, out / parts, in]
+    if len(x) == 1:
+        return torch.bmm(shares, x.T.expand(parts, -1, -1)).view(1, -1)
+    return torch.bmm(x.expand(parts, -1, -1), shares.mT).transpose(0, 1).flatten(1)
+
+
+def linear(layer: torch.nn.Linear, x: Tensor) -> Tensor:
+    """The same with any dimensions before the last, and a bias."""
+    out = product(x.flatten(0, -2), layer.weight).view(*x.shape[:-1], -1)
+    return out if layer.bias is None else out + layer.bias
 
 
 class TorchReader:
@@ -43,6 +62,9 @@ class TorchReader:
         with torch.device("meta"):
             gpt = GPT(self.model, self.vocab, self._dtype)
         gpt.to(self._param_dtype).to_empty(device=self.device)
+        for module in gpt.modules():
+            if isinstance(module, torch.nn.Linear) and self.device.type == "cpu":
+                module.forward = functools.partial(linear, module)  # type: ignore[method-assign]
         for name, parameter in gpt.named_parameters():
             theirs = torch.tensor(parameters[hugging_face_name(name)]).to(self.device, self._param_dtype)
             parameter.copy_(from_hugging_face(name, theirs, self.vocab, self.model.heads))
@@ -52,14 +74,14 @@ class TorchReader:
         """Read prompts [rows, time]: logits [rows, vocabulary] of what follows, and a cache."""
         return self.decode(state, ids, 0, state.empty_cache(len(ids)))
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def decode(self, state: GPT, ids: NDArray[np.int32], start: int, cache: Any) -> Result:
         """The same for ids [rows, time] that follow `start` earlier ones."""
         with self._autocast:
             hidden = state.extend(self._put(ids), start, cache)[:, -1]
             return self._logits(state, hidden).cpu().numpy(), cache
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def grade(self, state: GPT, windows: NDArray[np.int32]) -> tuple[NDArray[np.floating[Any]], NDArray[np.bool_]]:
         """Of windows [rows, time + 1] every token's log-probability, and whether it is the likeliest: [rows, time]."""
         ids = self._put(windows).long()
@@ -72,7 +94,9 @@ class TorchReader:
         return torch.stack(logs).cpu().numpy(), torch.stack(hits).cpu().numpy()
 
     def _logits(self, state: GPT, hidden: Tensor) -> Tensor:
-        return (hidden @ state.table[: self.vocab].T.to(hidden.dtype)).to(self._param_dtype)
+        table = state.table.to(hidden.dtype)
+        logits = product(hidden, table) if self.device.type == "cpu" else hidden @ table.T
+        return logits[:, : self.vocab].to(self._param_dtype)
 
     def _put(self, ids: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(ids)).to(self.device)
