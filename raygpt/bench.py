@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from raygpt.cluster import cores
 from raygpt.config import Recipe
 from raygpt.engines import devices_of, engine_of
 from raygpt.errors import RaygptError
@@ -110,6 +111,14 @@ def timed(steps: Steps, work: Work) -> dict[str, Any]:
     }
 
 
+def together(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """Two measurements of the same as one: all their rounds."""
+    rounds = [*first["rounds_ms"], *then["rounds_ms"]]
+    speed = first["rows"] * first["context"] / statistics.median(rounds) * 1e3
+    share = None if first["mfu"] is None else first["mfu"] * speed / first["tokens_per_s"]
+    return {**first, "rounds_ms": rounds, "ms": statistics.median(rounds), "tokens_per_s": speed, "mfu": share}
+
+
 def engine_steps(work: Work) -> Steps:
     """An engine on one device."""
     engine = _engine(work)
@@ -127,13 +136,17 @@ def engine_steps(work: Work) -> Steps:
 def _engine(work: Work) -> Any:
     here, module = _devices(work.engine), engine_of(work.engine)
     if work.engine == "jax":  # without `set_up`, which keeps what is compiled: how long that takes is a figure, too
-        return module.Engine(work.recipe, work.vocab, devices=here.first(), kernels=work.kernels)
+        return module.Engine(work.recipe, work.vocab, devices=here.one(), kernels=work.kernels)
     module.set_up()
     return module.Engine(work.recipe, work.vocab)
 
 
 def _devices(engine: str) -> Any:
     try:
+        if engine == "jax":
+            from raygpt.engines.jax.processes import use_cores
+
+            use_cores(cores())
         return devices_of(engine)
     except ImportError as error:
         raise RaygptError(f"engine {engine} is not installed; write pip install 'raygpt[{engine}]'") from error

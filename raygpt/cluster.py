@@ -22,6 +22,12 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def memory_for_work() -> int:
+    """Bytes that workers on CPUs may take, all together: what they free is not given back at once, and Ray kills them
+    where 95 % of the machine's are in use."""
+    return host_memory() * 2 // 3
+
+
 @contextlib.contextmanager
 def connected(cpus: int | None = None) -> Iterator[None]:
     """Inside the block Ray is there; a cluster that was started for it, with `cpus` to share out, ends with it."""
@@ -46,6 +52,7 @@ def _connect(address: str | None, cpus: int) -> None:
         with warnings.catch_warnings(action="ignore"):
             if address:
                 _present_token()
+                os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # fills the dashboard's page for Train
                 ray.init(address=address, runtime_env=_our_code(), **quiet)
             else:
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)

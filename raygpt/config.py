@@ -292,6 +292,20 @@ def _count_or_epoch(every: object, info: ValidationInfo) -> object:
 
 Every = Annotated[int | Literal["epoch"], BeforeValidator(_count_or_epoch), "int or epoch"]
 
+TASKS = ("hellaswag", "lambada")
+
+
+def _task_names(names: object) -> object:
+    """One stands for a list of one; each has a name that there is."""
+    names = [names] if isinstance(names, str) else names
+    for name in names if isinstance(names, list | tuple) else []:
+        task, equals, path = str(name).partition("=")
+        if task not in TASKS or (equals and not path):
+            raise ValueError(
+                f"training.eval_tasks: {shown(name)} is no task; write {' or '.join(TASKS)}, or e.g. lambada=FILE.jsonl"
+            )
+    return names
+
 
 class Training(Part):
     """How long, in what batches, and what happens on the way."""
@@ -308,6 +322,12 @@ class Training(Part):
     eval_every: Every = Field(100, description="Steps between validations, or epoch: once in each.")
     eval_rows: Annotated[Whole, Field(gt=0)] | None = Field(
         None, description="Windows to validate on, evenly spread and always the same; null takes all."
+    )
+    eval_tasks: Annotated[tuple[str, ...], BeforeValidator(_task_names), "list of text"] = Field(
+        (), description="Scored at each validation: hellaswag, lambada; or e.g. lambada=FILE.jsonl for its items."
+    )
+    eval_items: Annotated[Whole, Field(gt=0)] | None = Field(
+        None, description="Items of each task to score, its first; null takes all."
     )
     checkpoint_every: Every = Field(100, description="Steps between checkpoints, or epoch: once in each.")
     on_nan: Literal["stop", "skip"] = Field(

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from raygpt.config import TASKS
 from raygpt.training.metrics import peak_flops
 
 if TYPE_CHECKING:
@@ -139,11 +140,16 @@ class Training:
             out.print(f"continuing after step {event['step']}{where}", soft_wrap=True)
         elif event.get("event") in ("warning", "fault"):
             out.print(f"[yellow]{event['event']}:[/] {escape(event['text'])}", soft_wrap=True)
+        elif event.get("event") == "profile":
+            out.print(f"profile in {escape(_near(event['file']))}, for ui.perfetto.dev", soft_wrap=True)
         elif event.get("event") == "stopping":
             out.print(escape(event["text"]), soft_wrap=True)
         elif "val_loss" in event:
             self._val_loss = event["val_loss"]
-            out.print(f"step {event['step']:>{len(str(self._steps))}}/{self._steps}  val loss {self._val_loss:.4f}")
+            parts = [f"step {event['step']:>{len(str(self._steps))}}/{self._steps}", f"val loss {self._val_loss:.4f}"]
+            scores = [name for name in event if name.partition("_")[0] in TASKS]
+            parts += [f"{name.replace('_', ' ')} {event[name]:.4g}" for name in scores]
+            out.print("  ".join(parts), soft_wrap=True)
         elif "loss" in event:
             self._show(self._line(event))
             if not self._live:

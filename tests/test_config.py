@@ -399,6 +399,14 @@ BAD_COMBINATIONS = [
         "write training.steps: null, or leave training.epochs out",
     ),
     (
+        {"training.eval_tasks": ["lambada", "squad"]},
+        "training.eval_tasks: 'squad' is no task; write hellaswag or lambada, or e.g. lambada=FILE.jsonl",
+    ),
+    (
+        {"training.eval_tasks": "lambada="},
+        "training.eval_tasks: 'lambada=' is no task; write hellaswag or lambada, or e.g. lambada=FILE.jsonl",
+    ),
+    (
         {"training.eval_every": "epochs"},
         "training.eval_every: 'epochs' is neither a number of steps nor epoch; write e.g. training.eval_every: 100",
     ),

@@ -37,10 +37,19 @@ class Weights:
     step: int = 0
 
 
-class Engine(Protocol):
-    """A recipe's model on the devices of all workers. State, batch and cache are the engine's own affair."""
+class Grader(Protocol):
+    """What can say how likely a model finds each token of a text."""
 
     context: int
+
+    def grade(self, state: Any, windows: Windows) -> tuple[Numbers, NDArray[np.bool_]]:
+        """Of windows [rows, time + 1] every token's log-probability after those before it, and whether it is the
+        likeliest: both [rows, time]. Where there are several processes, each gives and gets all of them."""
+        ...
+
+
+class Engine(Grader, Protocol):
+    """A recipe's model on the devices of all workers. State, batch and cache are the engine's own affair."""
 
     @property
     def micro_rows(self) -> int:
@@ -105,10 +114,9 @@ class Engine(Protocol):
         ...
 
 
-class Reader(Protocol):
+class Reader(Grader, Protocol):
     """A trained model that is only read: it scores and writes, in this process, on one device, without an optimizer."""
 
-    context: int
     vocab: int
 
     def load(self, parameters: Arrays) -> Any:
@@ -123,17 +131,22 @@ class Reader(Protocol):
         """The same for one id a row, [rows, 1], that follows `start` earlier ones."""
         ...
 
-    def grade(self, state: Any, windows: Windows) -> tuple[Numbers, NDArray[np.bool_]]:
-        """Of windows [rows, time + 1] every token's log-probability after those before it, and whether it is the
-        likeliest: both [rows, time]."""
-        ...
-
     def describe(self) -> dict[str, str]:
         """Device and precision, for people."""
         ...
 
 
 SHORTEST = 128  # of the lengths that a model is compiled for
+
+
+def fill(windows: Windows, longest: int, multiple: int = 1) -> Windows:
+    """Windows [rows, time + 1] filled up with zeros: the rows to a power of two, the time to a bucket.
+
+    What fills up stands behind or below the rest, which does not see it.
+    """
+    rows, time = len(windows), windows.shape[1] - 1
+    filled = -(-(1 << (rows - 1).bit_length()) // multiple) * multiple
+    return np.pad(windows, ((0, filled - rows), (0, bucket(time, longest) - time)))
 
 
 def bucket(length: int, longest: int) -> int:

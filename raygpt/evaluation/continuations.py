@@ -5,16 +5,28 @@ lm-evaluation-harness has it, so that the scores are the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from raygpt.corpus.tokenizers import Tokenizer
-from raygpt.engines.base import bucket
-from raygpt.inference.loaded import Loaded
+from raygpt.engines.base import Grader, bucket
 
 TOKENS = 2**13  # that are computed at a time
 Watch = Callable[[int, int], None]  # how many of how many are done
+
+
+class Asked(Protocol):
+    """A model that can be asked: one that is trained, or still in training."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def reader(self) -> Grader: ...
+
+    @property
+    def state(self) -> Any: ...
 
 
 class Pair(NamedTuple):
@@ -38,13 +50,13 @@ class Encoded(NamedTuple):
     continuation: int
 
 
-def score(loaded: Loaded, pairs: Sequence[Pair], watch: Watch = lambda done, total: None) -> list[Score]:
+def score(model: Asked, pairs: Sequence[Pair], watch: Watch = lambda done, total: None) -> list[Score]:
     """In the order of the pairs, though computed in that of their lengths: so little is padding."""
-    encoded = encode(loaded.tokenizer, pairs, loaded.reader.context)
+    encoded = encode(model.tokenizer, pairs, model.reader.context)
     scores: list[Score | None] = [None] * len(pairs)
     done = 0
-    for places in _batches([len(pair.ids) for pair in encoded], loaded.reader.context):
-        for place, scored in zip(places, _scored(loaded, [encoded[n] for n in places]), strict=True):
+    for places in _batches([len(pair.ids) for pair in encoded], model.reader.context):
+        for place, scored in zip(places, _scored(model, [encoded[n] for n in places]), strict=True):
             scores[place] = scored
         done += len(places)
         watch(done, len(pairs))
@@ -74,11 +86,11 @@ def _batches(lengths: Sequence[int], context: int) -> Iterator[list[int]]:
         begin += rows
 
 
-def _scored(loaded: Loaded, batch: Sequence[Encoded]) -> Iterator[Score]:
+def _scored(model: Asked, batch: Sequence[Encoded]) -> Iterator[Score]:
     windows = np.zeros((len(batch), max(len(pair.ids) for pair in batch)), dtype=np.int32)
     for row, pair in enumerate(batch):
         windows[row, : len(pair.ids)] = pair.ids
-    logs, hits = loaded.reader.grade(loaded.state, windows)
+    logs, hits = model.reader.grade(model.state, windows)
     for row, pair in enumerate(batch):
         end = len(pair.ids) - 1  # of the targets
         mine = slice(end - pair.continuation, end)

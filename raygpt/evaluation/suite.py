@@ -12,14 +12,12 @@ Chosen = Mapping[str, str | None]  # name -> file of its items, if one was named
 
 
 def choose(names: Sequence[str]) -> Chosen:
-    """`hellaswag=items.jsonl` -> {"hellaswag": "items.jsonl"}; refuses what there is not."""
-    chosen: dict[str, str | None] = {}
+    """["hellaswag=items.jsonl"] -> {"hellaswag": "items.jsonl"}; refuses what there is not."""
+    known = [VALIDATION, *TASKS]
     for name, equals, path in (word.partition("=") for word in names):
-        known = [VALIDATION, *TASKS]
         if name not in known or (equals and (name == VALIDATION or not path)):
             raise RaygptError(f"--task {name}{equals}{path}: write {', '.join(known)}, or e.g. lambada=FILE.jsonl")
-        chosen[name] = path or None
-    return chosen
+    return tasks.choose(names)
 
 
 def evaluate(
@@ -38,5 +36,5 @@ def evaluate(
         if name == VALIDATION:
             results[name] = validation.validate(loaded, hear)
         else:
-            results[name] = tasks.evaluate(loaded, name, path, limit, hear)
+            results[name] = tasks.evaluate(loaded, name, tasks.read_items(name, path, limit), hear)
     return results

@@ -11,8 +11,7 @@ import numpy as np
 from raygpt import storage
 from raygpt.corpus.sources import resolve
 from raygpt.errors import RaygptError
-from raygpt.evaluation.continuations import Pair, Score, Watch, score
-from raygpt.inference.loaded import Loaded
+from raygpt.evaluation.continuations import Asked, Pair, Score, Watch, score
 
 Item = dict[str, Any]
 Result = dict[str, float]
@@ -23,6 +22,7 @@ class Task(NamedTuple):
 
     keys: tuple[str, ...]  # that an item must have
     on_the_hub: str
+    figures: tuple[str, ...]  # of its result, that people quote
     pairs: Callable[[Item], list[Pair]]
     result: Callable[[Sequence[Item], Sequence[list[Score]]], Result]
 
@@ -85,41 +85,47 @@ def standard_error(values: Any) -> float:
     return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
-TASKS = {
+TASKS = {  # their names are those that a recipe may say
     "hellaswag": Task(
-        ("activity_label", "endings", "label"), "hf:Rowan/hellaswag::validation", hellaswag_pairs, hellaswag_result
+        ("activity_label", "endings", "label"),
+        "hf:Rowan/hellaswag::validation",
+        ("acc", "acc_norm"),
+        hellaswag_pairs,
+        hellaswag_result,
     ),
-    "lambada": Task(("text",), "hf:EleutherAI/lambada_openai:default:test", lambada_pairs, lambada_result),
+    "lambada": Task(
+        ("text",), "hf:EleutherAI/lambada_openai:default:test", ("acc", "perplexity"), lambada_pairs, lambada_result
+    ),
 }
 
 
-def evaluate(
-    loaded: Loaded,
-    name: str,
-    path: str | None = None,
-    limit: int | None = None,
-    watch: Watch = lambda done, total: None,
-) -> Result:
-    """A task on the items of a file, or on those that the Hub has; all, or the first so many."""
-    items = read_items(name, path, limit)
-    scores = score_items(loaded, name, items, watch)
-    return {**TASKS[name].result(items, scores), "items": len(items)}
+SCORES = tuple(f"{name}_{key}" for name, task in TASKS.items() for key in task.figures)  # as metrics have them
+
+
+def choose(names: Sequence[str]) -> dict[str, str | None]:
+    """["hellaswag=items.jsonl"] -> {"hellaswag": "items.jsonl"}; without a file its items are the Hub's."""
+    return {name: path or None for name, _, path in (word.partition("=") for word in names)}
+
+
+def evaluate(model: Asked, name: str, items: Sequence[Item], watch: Watch = lambda done, total: None) -> Result:
+    """What a task comes to on these items."""
+    return {**TASKS[name].result(items, score_items(model, name, items, watch)), "items": len(items)}
 
 
 def score_items(
-    loaded: Loaded, name: str, items: Sequence[Item], watch: Watch = lambda done, total: None
+    model: Asked, name: str, items: Sequence[Item], watch: Watch = lambda done, total: None
 ) -> list[list[Score]]:
     """What the model makes of each item."""
     asked = [TASKS[name].pairs(item) for item in items]
     try:
-        flat = iter(score(loaded, [pair for pairs in asked for pair in pairs], watch))
+        flat = iter(score(model, [pair for pairs in asked for pair in pairs], watch))
     except RaygptError as error:  # a char tokenizer knows its own corpus' characters
         raise RaygptError(f"{name} cannot be asked: {str(error).partition(';')[0]}; leave it out") from None
     return [[next(flat) for _ in pairs] for pairs in asked]
 
 
 def read_items(name: str, path: str | None, limit: int | None = None) -> list[Item]:
-    """The items of a jsonl file, or of the task's dataset on the Hub."""
+    """The items of a jsonl file, or of the task's dataset on the Hub; all, or the first so many."""
     task = TASKS[name]
     items = _lines(path) if path else _rows(task.on_the_hub)
     where = path or task.on_the_hub

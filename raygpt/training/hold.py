@@ -11,8 +11,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from raygpt import storage
@@ -45,17 +45,25 @@ class Holder:
 
 
 @contextlib.contextmanager
-def held(run_folder: str) -> Iterator[None]:
-    """Inside the block the run is ours alone; refuses where somebody else drives it."""
+def held(run_folder: str) -> Iterator[Callable[[], None]]:
+    """Inside the block the run is ours alone; refuses where somebody else drives it.
+
+    What it gives raises where somebody else has taken it over since: a machine that slept looked gone.
+    """
     uri = storage.join(run_folder, HOLD)
     now = time.time()
     ours = Holder(_user(), socket.gethostname(), os.getpid(), now, now, uuid.uuid4().hex)
     _take(uri, ours, run_folder)
-    ended = threading.Event()
-    renewing = threading.Thread(target=_renew, args=(uri, ours, ended), daemon=True)
+    ended, taken_by = threading.Event(), list[Holder]()
+    renewing = threading.Thread(target=_renew, args=(uri, ours, ended, taken_by), daemon=True)
     renewing.start()
+
+    def check() -> None:
+        if taken_by:
+            raise RaygptError(f"{run_folder} was taken over by {taken_by[0]}, as nothing was heard from here")
+
     try:
-        yield
+        yield check
     finally:
         ended.set()
         renewing.join()
@@ -83,12 +91,14 @@ def _take(uri: str, ours: Holder, run_folder: str) -> None:
         raise RaygptError(f"{run_folder} was taken in this very moment by {after}; wait for it, or set run.name")
 
 
-def _renew(uri: str, ours: Holder, ended: threading.Event) -> None:
+def _renew(uri: str, ours: Holder, ended: threading.Event, taken_by: list[Holder]) -> None:
     while not ended.wait(RENEWED_S):
-        with contextlib.suppress(
-            OSError, RaygptError
-        ):  # a storage that fails for a while is for others to complain about
-            storage.write_bytes(uri, _json(Holder(**{**asdict(ours), "renewed": time.time()})))
+        with contextlib.suppress(OSError, RaygptError):  # a storage that fails is for others to complain about
+            current = _read(uri)
+            if current and current.token != ours.token:
+                taken_by.append(current)
+                return
+            storage.write_bytes(uri, _json(replace(ours, renewed=time.time())))
 
 
 def _read(uri: str) -> Holder | None:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from raygpt.corpus.mixture import Mixture, growing_text, open_growing, open_mixt
 from raygpt.corpus.prepare import Watch
 from raygpt.engines.torch import require_torch
 from raygpt.errors import RaygptError
+from raygpt.evaluation.tasks import Item, choose, read_items
 from raygpt.testing import faults
 from raygpt.training import checkpoints, resume, tracking
 from raygpt.training.backend import Processes
@@ -66,6 +67,7 @@ class Prepared:
     feed: Feed
     after: int  # the step that it goes on after; 0 for a new one
     start_from: Checkpoint | None
+    questions: Mapping[str, Sequence[Item]]
 
     @property
     def is_finished(self) -> bool:
@@ -80,6 +82,7 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
     if ray.is_initialized():
         ensure_shared(folder)
     after = resume.check(folder, recipe, force)
+    questions = _questions(recipe)
     corpus = _open_corpus(recipe, storage.join(home, STORES), watch)
     try:
         known = in_steps(recipe, corpus.windows(recipe.model.context))
@@ -98,7 +101,7 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
     except BaseException:
         corpus.close()
         raise
-    return Prepared(known, recipe, corpus, plan, feed, after, start_from)
+    return Prepared(known, recipe, corpus, plan, feed, after, start_from, questions)
 
 
 def _open_corpus(recipe: Recipe, stores: str, watch: Watch) -> Mixture:
@@ -113,6 +116,12 @@ def _open_corpus(recipe: Recipe, stores: str, watch: Watch) -> Mixture:
     if text and spare >= 1:
         return open_growing(*text, watch, spare)
     return open_mixture(recipe.data, stores, watch)
+
+
+def _questions(recipe: Recipe) -> dict[str, Sequence[Item]]:
+    """The items of each task that is scored on the way: read once, here, where a missing file is found at once."""
+    asked = recipe.training
+    return {name: read_items(name, path, asked.eval_items) for name, path in choose(asked.eval_tasks).items()}
 
 
 def _refuse_what_is_missing(recipe: Recipe, folder: str) -> None:
@@ -151,16 +160,21 @@ def train(
             stopped.append(event["step"])
         show(event)
 
-    with on_cluster(run.recipe), contextlib.closing(run.corpus), held(folder):
+    with on_cluster(run.recipe), contextlib.closing(run.corpus), held(folder) as still_ours:
         storage.write_bytes(storage.join(folder, resume.RECIPE), run.asked.to_yaml().encode())
         tokenizers.save(run.corpus.tokenizer, folder)
         val = tuple(store.val for store in run.corpus.stores)
         struck = faults.from_environment(folder)
-        task = Task(run.recipe, run.feed, val, folder, run.start_from, profile, struck)
+        task = Task(run.recipe, run.feed, val, folder, run.start_from, run.questions, profile, struck)
         mailbox, workers = open_mailbox(), choose_workers(run.recipe.cluster)
         config = {"task": task, "mailbox": mailbox}
         with stoppable(folder, mailbox, show) as poll, _outcome_kept(folder, stopped) as outcome:
-            error = fit(work, config, workers, folder, mailbox, see, recipe=run.recipe, poll=poll)
+
+            def look() -> None:
+                still_ours()
+                poll()
+
+            error = fit(work, config, workers, folder, mailbox, see, recipe=run.recipe, poll=look)
             outcome.append(error)
     checkpoint = checkpoints.find_newest(folder)
     return Result(folder, last, checkpoint.folder if checkpoint else None, error, stopped[0] if stopped else None)

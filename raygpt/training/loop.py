@@ -13,15 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from raygpt.corpus.order import window_count
 from raygpt.corpus.store import TokenStream
+from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.engines import read_weights
 from raygpt.engines.base import Engine
 from raygpt.errors import RaygptError
+from raygpt.evaluation import tasks
 from raygpt.inference.sampling import sample
 from raygpt.training import checkpoints, records
 from raygpt.training.checkpoints import Checkpoint
@@ -33,6 +35,14 @@ from raygpt.training.task import Task
 
 AHEAD = 2  # batches on the device before they are needed
 SAMPLE_TOKENS = 200
+
+
+class InTraining(NamedTuple):
+    """A model that is asked on the way."""
+
+    tokenizer: Tokenizer
+    reader: Engine
+    state: Any
 
 
 class Loop:
@@ -54,7 +64,7 @@ class Loop:
             self._task.faults.strike(step, self._session.rank)
             profile.before(step)
             state, metrics = self._engine.step(state, batch)
-            profile.after(step, partial(self._engine.read, metrics))
+            self._tell_profile(profile.after(step, partial(self._engine.read, metrics)))
             self._session.beat(step)
             if step == first + 1:  # it is compiled here, which is no measure of speed
                 self._engine.read(metrics)
@@ -77,7 +87,7 @@ class Loop:
                 self._saving.finish(state, step, metrics)
                 self._session.emit({"event": "stopped" if orders.stop else "finished", "step": step})
                 break
-        profile.close()
+        self._tell_profile(profile.close())
         self._session.close()
         return state
 
@@ -85,6 +95,10 @@ class Loop:
         """Of the steps that are asked for, in one worker; mostly of none."""
         asked = self._task.profile if self._session.rank == 0 else None
         return Profile(*(asked or (0, 0)), self._task.run_folder, self._task.recipe.engine)
+
+    def _tell_profile(self, file: str | None) -> None:
+        if file:
+            self._session.emit({"event": "profile", "file": file})
 
     def _is_evaluated(self, step: int) -> bool:
         return step % self._eval_every == 0 or step == self._steps
@@ -94,16 +108,18 @@ class Loop:
         about = {**self._about, "workers": str(self._session.workers)}
         self._session.emit({"event": "start", **about})
         self._keep(lambda: records.write_about(self._task.run_folder, about), "what it runs on")
+        self._session.rest()  # what is fetched takes as long as it takes; storage has time limits of its own
         checkpoint = self._newest()
         source = checkpoint or self._task.start_from
         step = source.step if source else 0
-        self._session.beat(step)
         is_due = self._is_evaluated(step) or checkpoint is None  # it is new, or was killed between save and score
         is_due = is_due and bool(self._session.decide(lambda: step not in checkpoints.scores(self._task.run_folder)))
         self._session.resume(step, is_validated=not is_due)
         if source:
             self._session.emit({"event": "resume", "step": step, "folder": source.folder, "fork": checkpoint is None})
-        state = self._restore(source) if source else self._engine.start()
+        folder = checkpoints.on_this_node(source) if source else ""
+        self._session.beat(step)
+        state = self._restore(source, folder) if source else self._engine.start()
         self._session.beat(step)
         if is_due:
             self._evaluate(state, step)
@@ -123,9 +139,9 @@ class Loop:
         step = self._session.decide(look)
         return None if step < 0 else Checkpoint(step, checkpoints.folder_of(self._task.run_folder, step))
 
-    def _restore(self, checkpoint: Checkpoint) -> Any:
-        """The state of a checkpoint; one that the other engine wrote comes by way of plain arrays."""
-        writer, folder = checkpoints.facts(checkpoint)["engine"], checkpoints.on_this_node(checkpoint)
+    def _restore(self, checkpoint: Checkpoint, folder: str) -> Any:
+        """Its state, from its files in a folder; one that the other engine wrote comes by way of plain arrays."""
+        writer = checkpoints.facts(checkpoint)["engine"]
         if writer == self._task.recipe.engine:
             return self._engine.restore(folder)
         model, vocab = self._task.recipe.model, self._task.tokenizer.vocab
@@ -190,12 +206,22 @@ class Loop:
             losses.append(self._engine.score(state, windows))
             self._session.beat(step)
         loss = float(np.concatenate(losses).mean(dtype=np.float64)) if losses else None
-        if loss is not None:
-            self._session.record({"step": step, "val_loss": loss})
+        scores = self._scores(state, step)
+        if loss is not None or scores:
+            self._session.record({"step": step, **({} if loss is None else {"val_loss": loss}), **scores})
         self._keep(lambda: self._remember(step, loss), f"the validation loss of step {step}")
         text = self._sample(state)
         self._session.emit({"event": "sample", "step": step, "text": text})
         self._keep(lambda: records.keep_sample(self._task.run_folder, step, text), f"the sample of step {step}")
+
+    def _scores(self, state: Any, step: int) -> dict[str, float]:
+        """What the recipe's tasks come to: lambada_acc, lambada_perplexity and so on."""
+        model = InTraining(self._task.tokenizer, self._engine, state)
+        found: dict[str, float] = {}
+        for name, items in self._task.questions.items():
+            result = tasks.evaluate(model, name, items, lambda done, total: self._session.beat(step))
+            found |= {f"{name}_{key}": result[key] for key in tasks.TASKS[name].figures}
+        return found
 
     def _remember(self, step: int, loss: float | None) -> None:
         """Beside the checkpoints, for the choice of those that are kept."""

@@ -53,6 +53,10 @@ class Session(Protocol):
         """This step is taken, or something after it: the worker is not stuck."""
         ...
 
+    def rest(self) -> None:
+        """Until the next step nothing is expected of this worker: it waits for others, or for storage."""
+        ...
+
     def orders(self) -> Orders:
         """What is wanted, the same in every worker: all ask after the same steps."""
         ...
@@ -115,6 +119,9 @@ class LocalSession:
         pass
 
     def beat(self, step: int) -> None:
+        pass
+
+    def rest(self) -> None:
         pass
 
     def orders(self) -> Orders:
@@ -184,6 +191,9 @@ class RaySession:
         self._watchdog.feed()
         if self.rank == 0:
             self._mailbox.beat.remote(step)
+
+    def rest(self) -> None:
+        self._watchdog.rest()
 
     def orders(self) -> Orders:
         """Two collectives of Ray's, of about a millisecond each."""

@@ -1,5 +1,6 @@
 """What to train, as every worker gets it."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -9,6 +10,7 @@ from raygpt.corpus import tokenizers
 from raygpt.corpus.feed import Feed
 from raygpt.corpus.store import TokenStream
 from raygpt.corpus.tokenizers import Tokenizer
+from raygpt.evaluation.tasks import Item
 from raygpt.testing.faults import Faults
 from raygpt.training.checkpoints import Checkpoint
 
@@ -22,6 +24,7 @@ class Task:
     val: tuple[TokenStream, ...]
     run_folder: str
     start_from: Checkpoint | None = None  # another run's
+    questions: Mapping[str, Sequence[Item]] = field(default_factory=dict)  # tasks to score at each validation
     profile: tuple[int, int] | None = None  # the first and the last step to trace
     faults: Faults = field(default_factory=Faults)  # on purpose, for tests
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from raygpt import storage
 from raygpt.config import Recipe, Track
 from raygpt.errors import RaygptError
+from raygpt.evaluation.tasks import SCORES
 from raygpt.recipes.explain import flat
 from raygpt.training.session import METRICS, Event
 
@@ -85,7 +86,7 @@ class Tracking:
 
     def record(self, event: Event) -> None:
         """A line of metrics; what a tracker has of that step already is left out."""
-        metrics = {name: float(event[name]) for name in SENT if event.get(name) is not None}
+        metrics = {name: float(event[name]) for name in (*SENT, *SCORES) if event.get(name) is not None}
         metrics |= {"restarts": 1.0} if event.get("restart") else {}
         step, moment = int(event["step"]), float(event.get("time", 0.0))
 
@@ -246,7 +247,7 @@ class RayMetrics:
         tags = {"run": run_folder.rstrip("/").rsplit("/", 1)[-1]}
         self._gauges = {
             name: Gauge(f"raygpt_{name}", description=text, tag_keys=("run",))
-            for name, text in self.DESCRIPTIONS.items()
+            for name, text in {**self.DESCRIPTIONS, **{name: f"Last {name}." for name in SCORES}}.items()
         }
         for gauge in self._gauges.values():
             gauge.set_default_tags(tags)

@@ -25,6 +25,12 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._file)
             self._fed = now
 
+    def rest(self) -> None:
+        """Nothing needs to move until it is fed again."""
+        if self._file:
+            faulthandler.cancel_dump_traceback_later()
+            self._fed = 0.0
+
     def stop(self) -> None:
         """Watch no more."""
         if self._file:

@@ -88,13 +88,14 @@ def assert_same(tree, expected, **tolerance):
 
 @pytest.fixture(scope="module")
 def one_device():
-    """Parameters before, numbers of each step, and parameters and scores after."""
+    """Parameters before, numbers of each step, and parameters, scores of rows and of tokens after."""
     with jax.enable_x64(True):
         engine = make_engine(precision="fp64")
         state = engine.start()
         initial = jax.device_get(state.parameters)
         numbers, state = train(engine, state)
-        return initial, numbers, jax.device_get(state.parameters), engine.score(state, WINDOWS[0])
+        scores = engine.score(state, WINDOWS[0]), engine.grade(state, WINDOWS[0, :5, :9])
+        return initial, numbers, jax.device_get(state.parameters), *scores
 
 
 @pytest.fixture(scope="module", params=zip(MESHES, ACCUMULATIONS, strict=True), ids=lambda param: param[0])
@@ -111,7 +112,7 @@ def on_mesh(request):
             numbers, state = train(engine, jax.device_put(initial, places))
             trained[accumulation] = numbers, jax.device_get(state.parameters)
             assert jax.tree.map(lambda leaf: leaf.sharding, state) == places, "what is in shares stays in shares"
-        return initial.parameters, trained, engine.score(state, WINDOWS[0])
+        return initial.parameters, trained, engine.score(state, WINDOWS[0]), engine.grade(state, WINDOWS[0, :5, :9])
 
 
 def test_parameters_begin_the_same_on_every_mesh_bit_for_bit(on_mesh, one_device):
@@ -128,6 +129,13 @@ def test_losses_and_gradient_norms_of_20_steps_are_those_of_one_device(on_mesh, 
 def test_scores_are_those_of_one_device(on_mesh, one_device):
     assert on_mesh[2].shape == (ROWS,)
     np.testing.assert_allclose(on_mesh[2], one_device[3], rtol=1e-9)
+
+
+def test_single_tokens_are_graded_as_on_one_device(on_mesh, one_device):
+    logs, hits = on_mesh[3]
+    assert logs.shape == hits.shape == (5, 8)
+    np.testing.assert_allclose(logs, one_device[4][0], rtol=1e-9)
+    np.testing.assert_array_equal(hits, one_device[4][1])
 
 
 def test_the_run_is_worth_comparing(one_device):
@@ -492,17 +500,19 @@ def test_precision_is_the_recipes_or_the_devices_best(wanted, device, chosen):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "platform", "scanned"),
+    ("wanted", "platform", "layers", "scanned"),
     [
-        ("auto", "cpu", True),
-        ("auto", "tpu", True),
-        ("auto", "gpu", False),
-        ("scanned", "gpu", True),
-        ("unrolled", "cpu", False),
+        ("auto", "cpu", 6, False),
+        ("auto", "cpu", 7, True),
+        ("auto", "tpu", 1, True),
+        ("auto", "gpu", 48, False),
+        ("scanned", "gpu", 1, True),
+        ("scanned", "cpu", 1, True),
+        ("unrolled", "cpu", 48, False),
     ],
 )
-def test_layers_are_one_loop_where_the_recipe_or_the_device_wants_it(wanted, platform, scanned):
-    assert choose_compile(wanted, Device(platform)) == scanned
+def test_layers_are_one_loop_where_the_recipe_or_the_device_wants_it(wanted, platform, layers, scanned):
+    assert choose_compile(wanted, Device(platform), layers) == scanned
 
 
 def test_it_says_what_computes():

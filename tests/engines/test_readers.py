@@ -113,6 +113,16 @@ def test_parameters_are_read_without_the_optimizer(engine, tmp_path):
         np.testing.assert_array_equal(found[name], array)
 
 
+def test_an_engine_in_training_grades_as_its_reader_does(engine):
+    trained = engine_of(engine).Engine(recipe(engine), VOCAB)
+    state, windows = trained.start(), tokens(3, 8)
+    reader = import_module(f"raygpt.engines.{engine}.reader").Reader(recipe(engine).model, VOCAB)
+    expected = reader.grade(reader.load(trained.gather(state).parameters), windows)
+    logs, hits = trained.grade(state, windows)
+    np.testing.assert_allclose(logs, expected[0], atol=1e-5)
+    np.testing.assert_array_equal(hits, expected[1])
+
+
 @pytest.mark.parametrize("rows", [1, 2, 16, 17])
 @pytest.mark.parametrize("out", [6, 7])  # and one that two cores cannot share
 def test_a_product_of_few_rows_is_the_product(rows, out, monkeypatch):

@@ -102,12 +102,14 @@ def alone(folder):
 
 def results(engine, state):
     text = sample(engine, state, WINDOWS[0, :2, :3], 4, temperature=0.0)
-    return engine.score(state, WINDOWS[0]), text, engine.gather(state)
+    return engine.score(state, WINDOWS[0]), text, engine.gather(state), engine.grade(state, WINDOWS[0, :5, :9])
 
 
 def assert_same_results(found, right):
     np.testing.assert_allclose(found[0], right[0], rtol=1e-9)
     np.testing.assert_array_equal(found[1], right[1])
+    np.testing.assert_allclose(found[3][0], right[3][0], rtol=1e-9)
+    np.testing.assert_array_equal(found[3][1], right[3][1])
     assert found[2].step == right[2].step
     for kind in ("parameters", "means", "squares"):
         ours, theirs = getattr(found[2], kind), getattr(right[2], kind)

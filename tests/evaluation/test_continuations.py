@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from raygpt import config
 from raygpt.config import Model
 from raygpt.corpus.tokenizers import Bytes, Char
 from raygpt.errors import RaygptError
 from raygpt.evaluation import continuations, tasks
 from raygpt.evaluation.continuations import Pair, Score, encode, score
+from raygpt.recipes import load_recipe
 
 CONTEXT, VOCAB = 24, 257
 
@@ -149,3 +151,11 @@ def test_real_items_have_the_keys_that_are_asked_for(shared_data):
         items = tasks.read_items(name, str(shared_data / "eval" / file))
         assert len(items) == count
         assert all(len(tasks.TASKS[name].pairs(item)) == (4 if name == "hellaswag" else 1) for item in items)
+
+
+def test_a_recipe_may_name_the_tasks_that_there_are():
+    assert set(config.TASKS) == set(tasks.TASKS)
+    assert load_recipe("tiny", {"training.eval_tasks": "lambada=a=b.jsonl"}).training.eval_tasks == (
+        "lambada=a=b.jsonl",
+    )
+    assert tasks.choose(["hellaswag", "lambada=a=b.jsonl"]) == {"hellaswag": None, "lambada": "a=b.jsonl"}

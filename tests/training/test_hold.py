@@ -53,6 +53,22 @@ def test_a_holder_elsewhere_that_renews_is_respected_and_one_that_does_not_is_go
         pass
 
 
+def test_one_that_was_taken_over_while_it_slept_ends_and_leaves_the_others_hold(run_folder, monkeypatch):
+    monkeypatch.setattr(hold, "RENEWED_S", 0.02)
+    with held(run_folder) as still_ours:
+        still_ours()
+
+        def taken_over():
+            while True:  # until it is noticed
+                holder(run_folder)
+                time.sleep(0.05)
+                still_ours()
+
+        with pytest.raises(RaygptError, match="was taken over by ada on elsewhere, process 7"):
+            taken_over()
+    assert hold._read(f"{run_folder}/hold.json").token == "x"
+
+
 def test_a_process_of_this_machine_that_was_killed_holds_nothing(tmp_path):
     code = "\n".join(
         [

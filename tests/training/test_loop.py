@@ -53,7 +53,7 @@ class FakeEngine:
 
     def __init__(self, rows=(0, 1, 2, 3), step_s=0.0, micro_rows=4, losses=None, spikes=None):
         self.rows, self._step_s, self.micro_rows = list(rows), step_s, micro_rows
-        self.batches, self.scored, self.done_at = [], [], []
+        self.batches, self.scored, self.graded, self.done_at = [], [], [], []
         self._losses, self._spikes = losses or {}, spikes or {}
 
     def start(self):
@@ -88,6 +88,11 @@ class FakeEngine:
     def score(self, state, windows):
         self.scored.append(windows)
         return windows.mean(1) + state
+
+    def grade(self, state, windows):
+        """Every token is as likely as it is large, and the likeliest after it is itself where the state is even."""
+        self.graded.append(windows)
+        return -windows[:, 1:].astype(float), np.full(windows[:, 1:].shape, state % 2 == 0)
 
     def prefill(self, state, ids):
         return np.zeros((len(ids), VOCAB)), None
@@ -233,6 +238,19 @@ def test_validation_is_the_mean_over_all_windows_of_all_streams(make_task, micro
     np.testing.assert_array_equal(scored[:20], np.concatenate([windows, windows]))
     assert len(scored) == 4 * 20  # at 0, 4, 8 and 10
     assert max(map(len, engine.scored)) == min(micro_rows, 10)
+
+
+def test_tasks_are_scored_with_each_validation(make_task):
+    texts = [{"text": "ab c"}, {"text": "ab d"}]  # the word is " c" or " d": bytes 32 and 99, or 100
+    task = replace(make_task(), questions={"lambada": texts})
+    engine = FakeEngine()
+    lines = [event for event in run(task, engine) if "lambada_acc" in event]
+    assert [line["step"] for line in lines] == [0, 4, 8, 10]
+    assert all("val_loss" in line for line in lines)  # one line for both
+    assert lines[0]["lambada_acc"] == 1.0
+    assert lines[0]["lambada_perplexity"] == pytest.approx(np.exp(32 + 99.5))
+    assert len(engine.graded) == 4
+    np.testing.assert_array_equal(engine.graded[0], [[97, 98, 32, 99], [97, 98, 32, 100]])
 
 
 @pytest.mark.parametrize(

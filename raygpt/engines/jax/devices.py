@@ -15,9 +15,10 @@ def is_accelerated() -> bool:
     return jax.default_backend() != "cpu"
 
 
-def first() -> list[Any]:
-    """One of them, for what is measured on one."""
-    return jax.local_devices()[:1]
+def one() -> list[Any]:
+    """One of them, for what is measured on one; a CPU is one whole, whose cores share the work as in training."""
+    devices = jax.local_devices()
+    return devices[:1] if is_accelerated() else devices
 
 
 def peak_bytes() -> int:

@@ -41,6 +41,20 @@ def cross_entropy(
     return _summed(_join(nll, targets.shape), scale)
 
 
+def grades(
+    hidden: Array, table: Array, targets: Array, vocab: int, chunks: int, shards: tuple[int, int]
+) -> tuple[Array, Array]:
+    """Each target's log-probability, and whether it is the likeliest: [rows, time]."""
+
+    def chunk(part: tuple[Array, Array]) -> tuple[Array, Array]:
+        nll, probabilities = _nll(part[0], table, part[1], vocab)
+        return -nll, probabilities.argmax(-1) == part[1]
+
+    cut = partial(_cut, chunks=chunks, shards=shards)
+    logs, hits = jax.lax.map(chunk, (cut(hidden), cut(targets)))
+    return _join(logs, targets.shape), _join(hits, targets.shape)
+
+
 def _forward(
     hidden: Array, table: Array, targets: Array, scale: Array, vocab: int, chunks: int, shards: tuple[int, int]
 ) -> Any:

@@ -10,24 +10,29 @@ THREADS = 16  # of XLA's pool for each device of a CPU. A device that waits for 
 
 
 def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cores: int) -> None:
-    """Make this worker one of the processes. Everything is set before JAX looks for devices.
-
-    Each core is a device: XLA computes the small matrix products of small models on one core.
-    """
+    """Make this worker one of the processes. Everything is set before JAX looks for devices."""
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")  # without CUDA in JAX this fails instead of crawling
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # JAX takes three quarters otherwise
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ.setdefault("NPROC", str(THREADS * cores))
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={cores}".strip()
+    use_cores(cores)
+    if workers > 1:
+        import jax
+
+        jax.distributed.initialize(address, workers, rank)
+
+
+def use_cores(cores: int) -> None:
+    """Each core of a CPU is a device: XLA computes the small matrix products of small models on one core."""
+    os.environ.setdefault("NPROC", str(THREADS * cores))
+    flags, option = os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count"
+    if option not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {option}={cores}".strip()
     import jax
 
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # steps that wait in line would hold threads, too
-    if workers > 1:
-        jax.distributed.initialize(address, workers, rank)
 
 
 def set_up(deterministic: bool = False) -> None:

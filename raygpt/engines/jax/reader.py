@@ -14,7 +14,7 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from raygpt import config
-from raygpt.engines.base import Arrays, bucket
+from raygpt.engines.base import Arrays, bucket, fill
 from raygpt.engines.jax.attention import Attention, Cache, choose_attention
 from raygpt.engines.jax.engine import DTYPES, choose_precision
 from raygpt.engines.jax.model import GPT, Block
@@ -93,8 +93,7 @@ class JaxReader:
     ) -> tuple[NDArray[np.floating[Any]], NDArray[np.bool_]]:
         """Of windows [rows, time + 1] every token's log-probability, and whether it is the likeliest: [rows, time]."""
         rows, time = len(windows), windows.shape[1] - 1
-        filled = np.zeros((1 << (rows - 1).bit_length(), bucket(time, self.context) + 1), dtype=np.int32)
-        filled[:rows, : time + 1] = windows
+        filled = fill(windows, self.context)
         graded = self._grade(state, filled[:, :-1], filled[:, 1:])
         logs, hits = (np.asarray(part)[:rows, :time] for part in graded)
         return logs, hits

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from raygpt.config import Recipe
 from raygpt.engines.jax.attention import Attention
-from raygpt.engines.jax.loss import chunk_count, cross_entropy
+from raygpt.engines.jax.loss import chunk_count, cross_entropy, grades
 from raygpt.engines.jax.model import GPT, Layers
 from raygpt.engines.jax.scaling import Scale
 from raygpt.engines.jax.sharding import constrain_residual, gather_tables
@@ -59,17 +59,43 @@ def make_losses(graph: Any, attention: Attention, mesh: Mesh, vocab: int, layers
     """The forward pass: (parameters, inputs, targets, weights, dropout's keys) to the weighted sum of the rows' losses
     and each row's, a row's loss being the sum over its tokens."""
 
+    compute = make_forward(graph, attention, mesh, layers)
+
     def losses(
         parameters: Any, inputs: Array, targets: Array, weights: Array, keys: Array | None = None
     ) -> tuple[Array, Array]:
+        hidden, table, chunks, shards = compute(parameters, inputs, keys)
+        return cross_entropy(hidden, table, targets, weights, vocab, chunks, shards)
+
+    return losses
+
+
+def make_grade(
+    graph: Any, attention: Attention, mesh: Mesh, vocab: int, layers: Layers
+) -> Callable[[Any, Array, Array], tuple[Array, Array]]:
+    """The function to compile: (parameters, inputs, targets) [rows, time] to each target's log-probability, and
+    whether it is the likeliest."""
+    compute = make_forward(graph, attention, mesh, layers)
+
+    def grade(parameters: Any, inputs: Array, targets: Array) -> tuple[Array, Array]:
+        hidden, table, chunks, shards = compute(parameters, inputs, None)
+        return grades(hidden, table, targets, vocab, chunks, shards)
+
+    return grade
+
+
+def make_forward(graph: Any, attention: Attention, mesh: Mesh, layers: Layers) -> Callable[..., Any]:
+    """(parameters, inputs, dropout's keys) to the last hidden state, the table that makes logits of it, into how many
+    chunks to cut that, and over how many devices rows and time are shared out."""
+
+    def forward(parameters: Any, inputs: Array, keys: Array | None) -> tuple[Array, Array, int, tuple[int, int]]:
         model: GPT = nnx.merge(graph, gather_tables(mesh, parameters))
         hidden = model(inputs, attention, keys, layers=layers, constrain=partial(constrain_residual, mesh))
         axes, table = mesh.shape, model.table
         shards = axes["data"] * axes["fsdp"], axes["context"]
-        chunks = chunk_count(inputs.size // prod(shards), len(table) // axes["tensor"])
-        return cross_entropy(hidden, table, targets, weights, vocab, chunks, shards)
+        return hidden, table, chunk_count(inputs.size // prod(shards), len(table) // axes["tensor"]), shards
 
-    return losses
+    return forward
 
 
 def make_step(

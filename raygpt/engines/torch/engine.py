@@ -11,7 +11,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raygpt.cluster import cores, host_memory
+from raygpt.cluster import cores, memory_for_work
 from raygpt.config import Recipe
 from raygpt.engines.base import Devices, Weights
 from raygpt.engines.torch.checkpoint import FORMAT, Reader, Saver, Share
@@ -56,7 +56,7 @@ def find_devices(recipe: Recipe) -> Devices:
     """One device for each process that joined, as a recipe uses them."""
     device = choose_device()
     cuda = device.type == "cuda"
-    memory = torch.cuda.get_device_properties(device).total_memory if cuda else host_memory() // cores()
+    memory = torch.cuda.get_device_properties(device).total_memory if cuda else memory_for_work() // cores()
     number_bytes = DTYPES[choose_precision(recipe.model.precision, device)].itemsize
     return Devices(process_count(), memory, number_bytes, keeps_scores=False)
 
@@ -276,16 +276,33 @@ class TorchEngine:
 
     def score(self, state: State, windows: NDArray[np.int32]) -> NDArray[np.floating[Any]]:
         """The loss of each window [rows, context + 1], a mean over its tokens; every process gives and gets all."""
-        padded = np.pad(windows, ((0, -len(windows) % self.mesh.groups), (0, 0)))
-        mine = np.split(padded, self.mesh.groups)[self.mesh.group]
+        mine = self._own_rows(windows)
         # Not compiled: without gradients it would be another program, and a validation is over before that is made.
         with torch.compiler.set_stance("force_eager"):
-            losses = score(state.objective, self._put(mine[:, :-1]), self._put(mine[:, 1:]), self._autocast)
-        if self.mesh.size > 1:
-            shares = [torch.empty_like(losses) for _ in range(self.mesh.size)]
-            dist.all_gather(shares, losses)
-            losses = torch.stack(shares).unflatten(0, (self.mesh.groups, -1)).sum(1).flatten()  # over parts of time
-        return losses.cpu().numpy()[: len(windows)]
+            losses = score(state.objective, mine[:, :-1], mine[:, 1:], self._autocast)
+        return self._of_all(losses).sum(1).flatten().cpu().numpy()[: len(windows)]  # over parts of time
+
+    @torch.no_grad()
+    def grade(self, state: State, windows: NDArray[np.int32]) -> tuple[NDArray[np.floating[Any]], NDArray[np.bool_]]:
+        """Of windows [rows, time + 1] every token's log-probability, and whether it is the likeliest: [rows, time]."""
+        mine = self._own_rows(windows)
+        with torch.compiler.set_stance("force_eager"), self._autocast:
+            logs, hits = state.objective.grade(mine[:, :-1], mine[:, 1:])
+        both = self._of_all(torch.stack([logs, hits.to(logs.dtype)], dim=1))[:, 0].flatten(0, 1).cpu().numpy()
+        return both[: len(windows), 0], both[: len(windows), 1] > 0
+
+    def _own_rows(self, windows: NDArray[np.int32]) -> Tensor:
+        """Those of this process's group, all groups having as many."""
+        padded = np.pad(windows, ((0, -len(windows) % self.mesh.groups), (0, 0)))
+        return self._put(np.split(padded, self.mesh.groups)[self.mesh.group])
+
+    def _of_all(self, own: Tensor) -> Tensor:
+        """What every process has, [groups, processes of a group, …]."""
+        if self.mesh.size == 1:
+            return own[None, None]
+        shares = [torch.empty_like(own) for _ in range(self.mesh.size)]
+        dist.all_gather(shares, own)
+        return torch.stack(shares).unflatten(0, (self.mesh.groups, -1))
 
     # Sampling
 

@@ -74,6 +74,16 @@ def _nll(hidden: Tensor, table: Tensor, targets: Tensor, vocab: int) -> Tensor:
     return logits.logsumexp(1) - logits.gather(1, targets[:, None].long())[:, 0]
 
 
+def graded(hidden: Tensor, table: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Each target's log-probability in fp32 at least, and whether it is the likeliest: [rows, time]."""
+    logs, hits, weights = [], [], table.to(hidden.dtype)
+    for h, y in zip(hidden, targets.long(), strict=True):  # by rows: logits are large
+        logits = (h @ weights.T).to(accurate(h.dtype))  # [time, vocabulary]
+        logs.append(logits.gather(1, y[:, None])[:, 0] - logits.logsumexp(1))
+        hits.append(logits.argmax(1) == y)
+    return torch.stack(logs), torch.stack(hits)
+
+
 class Objective(nn.Module):
     """A model with its loss: what is trained, and wrapped to be trained together with other processes."""
 
@@ -97,6 +107,11 @@ class Objective(nn.Module):
         """Logits [rows, vocabulary] of what follows ids [rows, time], which follow `start` earlier ones."""
         hidden = self.gpt.extend(ids, start, cache)[:, -1]
         return hidden @ gathered(self.gpt.table)[: self.vocab].T.to(hidden.dtype)
+
+    def grade(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Each target's log-probability, and whether it is the likeliest: [rows, time]."""
+        hidden, table = self.gpt(inputs), gathered(self.gpt.table)[: self.vocab]
+        return graded(hidden, table, targets)
 
     def compile_parts(self) -> None:
         """Compile block by block, not the whole: gradients of late blocks travel while early ones are computed."""

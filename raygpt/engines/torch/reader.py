@@ -11,6 +11,7 @@ from torch import Tensor
 from raygpt.config import Model
 from raygpt.engines.base import Arrays
 from raygpt.engines.torch.engine import DTYPES, choose_device, choose_precision
+from raygpt.engines.torch.loss import graded
 from raygpt.engines.torch.model import GPT, accurate
 from raygpt.engines.torch.names import from_hugging_face, hugging_face_name
 
@@ -84,14 +85,10 @@ class TorchReader:
     @torch.inference_mode()
     def grade(self, state: GPT, windows: NDArray[np.int32]) -> tuple[NDArray[np.floating[Any]], NDArray[np.bool_]]:
         """Of windows [rows, time + 1] every token's log-probability, and whether it is the likeliest: [rows, time]."""
-        ids = self._put(windows).long()
-        logs, hits = [], []
+        ids = self._put(windows)
         with self._autocast:
-            for hidden, targets in zip(state(ids[:, :-1]), ids[:, 1:], strict=True):  # by rows: logits are large
-                logits = self._logits(state, hidden)  # [time, vocabulary]
-                logs.append(logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1))
-                hits.append(logits.argmax(1) == targets)
-        return torch.stack(logs).cpu().numpy(), torch.stack(hits).cpu().numpy()
+            logs, hits = graded(state(ids[:, :-1]), state.table[: self.vocab], ids[:, 1:])
+        return logs.cpu().numpy(), hits.cpu().numpy()
 
     def _logits(self, state: GPT, hidden: Tensor) -> Tensor:
         table = state.table.to(hidden.dtype)

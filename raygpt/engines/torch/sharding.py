@@ -107,7 +107,8 @@ def share_out(objective: Objective, mesh: Mesh) -> None:
     for block in objective.gpt.blocks:
         fully_shard(block, mesh=devices)
     fully_shard(objective, mesh=devices)
-    register_fsdp_forward_method(objective, "extend")
+    for method in ("extend", "grade"):
+        register_fsdp_forward_method(objective, method)
 
 
 def join_copies(objective: Objective, mesh: Mesh) -> nn.Module:
