@@ -37,15 +37,17 @@ def main() -> None:
     engine = engine_of(arguments.engine).Engine(recipe, VOCAB)
     reader = make_reader(arguments.engine, MODEL, VOCAB)
     state = reader.load(engine.gather(engine.start()).parameters)
-    prompt = np.random.default_rng(0).integers(0, VOCAB, (1, arguments.prompt)).astype(np.int32)
+    shape = (arguments.samples, arguments.prompt)
+    prompt = np.random.default_rng(0).integers(0, VOCAB, shape).astype(np.int32)
     _compile(reader, state, arguments)
-    figures = {**_measured(reader, state, prompt, arguments.tokens), "prompt": arguments.prompt}
+    figures = {**_measured(reader, state, prompt, arguments.tokens), "prompt": arguments.prompt, "samples": len(prompt)}
     table = Table("", "tokens/s", "per second of processor time")
     for name in ("cache", "no cache", "times"):
         table.add_row(name, f"{figures['clock'][name]:.2f}", f"{figures['processor'][name]:.2f}")
     Console().print(table)
     print(f"{figures['same']} of {figures['compared']} tokens are the same")
-    print(f"written to {record.save(f'generate-{arguments.engine}', figures).relative_to(Path.cwd())}")
+    name = f"generate-{arguments.engine}" + (f"-{len(prompt)}-samples" if len(prompt) > 1 else "")
+    print(f"written to {record.save(name, figures).relative_to(Path.cwd())}")
 
 
 def _arguments() -> argparse.Namespace:
@@ -53,14 +55,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--engine", choices=("jax", "torch"), default="jax")
     parser.add_argument("--prompt", type=int, default=16, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=256, help="new tokens")
+    parser.add_argument("--samples", type=int, default=1, help="texts in one batch")
     return parser.parse_args()
 
 
 def _compile(reader: Reader, state: Any, arguments: argparse.Namespace) -> None:
     """Every length once, and a single token, before anything is timed."""
     for length in sorted({bucket(arguments.prompt + n, reader.context) for n in range(arguments.tokens)}):
-        _, cache = reader.prefill(state, np.zeros((1, length), dtype=np.int32))
-        reader.decode(state, np.zeros((1, 1), dtype=np.int32), length, cache)
+        _, cache = reader.prefill(state, np.zeros((arguments.samples, length), dtype=np.int32))
+        reader.decode(state, np.zeros((arguments.samples, 1), dtype=np.int32), length, cache)
 
 
 def _measured(reader: Reader, state: Any, prompt: NDArray[np.int32], tokens: int) -> dict[str, Any]:
@@ -72,11 +75,12 @@ def _measured(reader: Reader, state: Any, prompt: NDArray[np.int32], tokens: int
         if place % EVERY == 0:
             with without:
                 logits, _ = reader.prefill(state, ids)
-            same += int(logits.argmax() == token[0])
+            same += int((logits.argmax(-1) == token).sum())
         ids = np.concatenate([ids, token[:, None]], axis=1)
-    figures: dict[str, Any] = {"tokens": tokens, "compared": without.count, "same": same}
+    rows = len(prompt)
+    figures: dict[str, Any] = {"tokens": tokens, "compared": without.count * rows, "same": same}
     for clock in ("clock", "processor"):
-        fast, slow = with_cache.per_second(clock), without.per_second(clock)
+        fast, slow = with_cache.per_second(clock) * rows, without.per_second(clock) * rows
         figures[clock] = {"cache": fast, "no cache": slow, "times": fast / slow}
     return figures
 
