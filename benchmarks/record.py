@@ -46,8 +46,8 @@ def _circumstances() -> dict[str, Any]:
 
 
 def _shown(arguments: list[str]) -> list[str]:
-    """Paths of this machine do not matter to others: the last two parts are enough, also behind `key=`."""
-    return [re.sub(r"^([\w.]+=)?/.*?([^/]+/[^/]+)$", r"\1\2", word) for word in arguments]
+    """Paths of this machine do not matter to others: the last two parts are enough, also behind `key=` or `kind:`."""
+    return [re.sub(r"^([\w.]+=)?(\w+:)?/.*?([^/]+/[^/]+)$", r"\1\2\3", word) for word in arguments]
 
 
 def _version(package: str) -> str | None:
