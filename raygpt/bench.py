@@ -44,14 +44,14 @@ class Work:
 
     @property
     def recipe(self) -> Recipe:
-        """Without dropout, whatever else is overridden."""
+        """Without dropout, and of the sizes that were asked for, whatever else is overridden."""
         settings = [
             f"engine={self.engine}",
             *([f"model.preset={self.preset}"] if self.preset else []),
             f"model.context={self.context}",
             f"training.batch_tokens={self.batch * self.context}",
         ]
-        return load_recipe("tiny", [*settings, *self.overrides])
+        return load_recipe("tiny", [*self.overrides, *settings, "model.dropout=0"])
 
     @property
     def windows(self) -> NDArray[np.int32]:

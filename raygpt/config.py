@@ -175,6 +175,7 @@ class Data(Part):
     @field_validator("tokenizer")
     @classmethod
     def _known_tokenizer(cls, name: str) -> str:
+        _refuse_credentials("data.tokenizer", name)
         bpe = re.fullmatch(r"bpe:([0-9]{1,9})", name)
         is_path = name.endswith(".json") or "/" in name
         if name in ("gpt2", "bytes", "char") or is_path or (bpe and int(bpe[1]) >= MIN_BPE):
@@ -191,11 +192,10 @@ class Data(Part):
 
     @field_validator("source", "val")
     @classmethod
-    def _hold_no_credentials(cls, value: Any) -> Any:
-        for text in (
-            [value] if isinstance(value, str) else [] if isinstance(value, float) else [v.source for v in value]
-        ):
-            _refuse_credentials("data.source", text)
+    def _hold_no_credentials(cls, value: Any, info: ValidationInfo) -> Any:
+        parts = value if isinstance(value, tuple) else [value]
+        for part in parts:
+            _refuse_credentials(f"data.{info.field_name}", getattr(part, "source", str(part)))
         return value
 
     @model_validator(mode="after")
@@ -681,7 +681,7 @@ class Recipe(Part):
 
 def _refuse_credentials(key: str, address: str) -> None:
     """A recipe is written into its run, where everyone can read it."""
-    if re.match(r"[a-z0-9]+://[^/]*@", address):
+    if re.match(r"[a-z0-9+.-]+://[^/]*@", address, re.IGNORECASE):
         where = address.split("@", 1)[0].split("://")[0]
         raise ValueError(
             f"{key}: an address with a password in it would be written into the run; write {where}://BUCKET/…, and "

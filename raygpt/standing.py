@@ -59,7 +59,7 @@ def details(run: OpenRun) -> Facts:
         "parameters": run.recipe.model.parameters(run.tokenizer.vocab),
         "tokens": max((line["tokens"] for line in run.metrics if "tokens" in line), default=0),
         "checkpoints": [_checkpoint(run, step) for step in run.steps],
-        "best": min(run.scores, key=lambda step: (run.scores[step], -step), default=None),
+        "best": min(run.scores.keys() & set(run.steps), key=lambda step: (run.scores[step], -step), default=None),
         "restarts": restarts,
         "sample": run.samples[-1] if run.samples else None,
         "about": run.about,

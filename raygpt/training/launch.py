@@ -97,7 +97,9 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
             context=known.model.context, batch_rows=plan.rows, order=known.data.order, seed=known.training.seed
         )
         feed.rows(0)  # a corpus that is too short, or not of its tokenizer, is refused here
-        start_from = None if after else resume.fork(known, home, tokenizers.fingerprint(corpus.tokenizer))
+        tokenizer = tokenizers.fingerprint(corpus.tokenizer)
+        resume.check_text(folder, after, tokenizer, [stream.index.fingerprint for stream in feed.streams], force)
+        start_from = None if after else resume.fork(known, home, tokenizer)
     except BaseException:
         corpus.close()
         raise
@@ -112,7 +114,7 @@ def _open_corpus(recipe: Recipe, stores: str, watch: Watch) -> Mixture:
             f"{asked} needs the whole corpus, but data.order: sequential trains while it is still being tokenised; "
             "give training.steps, eval_every and checkpoint_every in steps, or write data.order: shuffled"
         )
-    spare = choose_workers(recipe.cluster).spare_cpus() if text and ray.is_initialized() else 0
+    spare = choose_workers(recipe.cluster, recipe.engine).spare_cpus() if text and ray.is_initialized() else 0
     if text and spare >= 1:
         return open_growing(*text, watch, spare)
     return open_mixture(recipe.data, stores, watch)
@@ -166,7 +168,7 @@ def train(
         val = tuple(store.val for store in run.corpus.stores)
         struck = faults.from_environment(folder)
         task = Task(run.recipe, run.feed, val, folder, run.start_from, run.questions, profile, struck)
-        mailbox, workers = open_mailbox(), choose_workers(run.recipe.cluster)
+        mailbox, workers = open_mailbox(), choose_workers(run.recipe.cluster, run.recipe.engine)
         config = {"task": task, "mailbox": mailbox}
         with stoppable(folder, mailbox, show) as poll, _outcome_kept(folder, stopped) as outcome:
 

@@ -16,11 +16,9 @@ FREE = (
     "cluster.",
     "run.",
     "track.",
-    *(f"training.{key}" for key in ("log_every", "eval_every", "eval_rows", "checkpoint_every", "on_nan")),
-    *(
-        f"training.{key}"
-        for key in ("deterministic", "compile", "remat", "accumulation", "hang_after", "on_spike", "spike_sigmas")
-    ),
+    *(f"training.{key}" for key in ("log_every", "eval_every", "eval_rows", "eval_tasks", "eval_items", "prompts")),
+    *(f"training.{key}" for key in ("checkpoint_every", "on_nan", "on_spike", "spike_sigmas", "hang_after")),
+    *(f"training.{key}" for key in ("deterministic", "compile", "remat", "accumulation")),
 )
 
 LENGTHS = ("training.steps", "training.epochs")  # a run may go on for longer
@@ -43,6 +41,19 @@ def check(run_folder: str, recipe: Recipe, force: bool) -> int:
         )
     checkpoint = checkpoints.find_newest(run_folder)
     return checkpoint.step if checkpoint else 0
+
+
+def check_text(run_folder: str, after: int, tokenizer: str, data: list[str], force: bool) -> None:
+    """Refuse to go on with a text that has changed under its name: the batches would be others. By fingerprints."""
+    if not after or force:
+        return
+    known = checkpoints.facts(Checkpoint(after, checkpoints.folder_of(run_folder, after)))
+    if (known["tokenizer"], known["data"]) != (tokenizer, data):
+        what = "its text" if known["data"] != data else "its tokenizer"
+        raise RaygptError(
+            f"{run_folder}: {what} is not what it was trained on up to step {after}; bring that back, set run.name to "
+            "begin a new run, or add --force to go on all the same"
+        )
 
 
 def fork(recipe: Recipe, home: str, tokenizer: str) -> Checkpoint | None:

@@ -108,12 +108,12 @@ class Workers:
         )
 
 
-def choose_workers(cluster: Cluster) -> Workers:
-    """`auto` takes a TPU or a GPU where the cluster has one."""
+def choose_workers(cluster: Cluster, engine: str = "jax") -> Workers:
+    """`auto` takes a TPU or a GPU where the cluster has one; PyTorch knows no TPUs."""
     if cluster.accelerator != "auto":
         return Workers(cluster, cluster.accelerator)
     there: Resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    is_tpu = cluster.topology or there.get("TPU")
+    is_tpu = engine == "jax" and (cluster.topology or there.get("TPU"))
     return Workers(cluster, "tpu" if is_tpu else "gpu" if there.get("GPU") else "cpu")
 
 
