@@ -70,6 +70,7 @@ def test_a_tpu_slice_has_one_worker_for_each_host_with_all_of_its_chips(scenario
     assert odd.startswith("cluster.topology: 2x3 of TPU-V6E is no slice")
 
 
+@pytest.mark.slow
 def test_a_corpus_is_tokenised_on_nodes_without_accelerators_while_others_train(scenario):
     result = scenario("mixed")
     tokenised = [task["node"] for task in result["tasks"] if task["task"] == "tokenise"]
@@ -78,6 +79,7 @@ def test_a_corpus_is_tokenised_on_nodes_without_accelerators_while_others_train(
     assert result["metrics"]["step"] == 150
 
 
+@pytest.mark.slow
 def test_where_an_autoscaler_can_bring_nodes_the_run_waits_and_says_for_what(scenario):
     result = scenario("autoscaler")
     assert result["said"] == [

@@ -99,6 +99,7 @@ def test_training_begins_before_the_corpus_is_tokenised_and_is_what_it_would_hav
     assert losses(train(recipe(home, "streamed", 45))) == expected  # resumed on the store that is whole by now
 
 
+@pytest.mark.slow
 def test_a_prepare_that_fails_while_training_runs_ends_the_run_with_its_reason(home, gate):
     bad = home / "texts" / "2.txt"
     bad.write_bytes(bad.read_bytes() + b"\xff")
@@ -115,6 +116,7 @@ def test_a_prepare_that_fails_at_once_is_refused_before_workers_start(home):
     assert not (home / "runs" / "refused").exists()
 
 
+@pytest.mark.slow
 def test_training_that_ends_first_ends_prepare_which_the_next_run_continues(home, monkeypatch):
     job, folder = launch.growing_text(recipe(home, "any", 5).data, str(home / "stores"))
     seen = []

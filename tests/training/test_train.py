@@ -178,6 +178,7 @@ def read(path):
     return path.read_bytes() if path.is_file() else b""
 
 
+@pytest.mark.slow
 def test_a_run_of_one_engine_goes_on_in_the_other(train, straight):
     pytest.importorskip("torch", reason="needs the extra torch")
     dropout = {"model.dropout": 0.0}  # whose masks the engines draw in their own ways
@@ -202,6 +203,7 @@ def test_a_run_on_s3_goes_on_and_gives_the_same_numbers(train, straight, s3):
     assert "checkpoint.json" in storage.files(result.checkpoint)
 
 
+@pytest.mark.slow
 def test_epochs_are_steps_once_the_corpus_is_known_and_stay_epochs_in_the_run(train):
     length = {"training.epochs": 0.1, "training.eval_every": "epoch"}
     result = train("epochs", None, **length)
