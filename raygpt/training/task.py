@@ -15,7 +15,7 @@ from raygpt.testing.faults import Faults
 from raygpt.training.checkpoints import Checkpoint
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Task:
     """A recipe with its corpus and its run directory."""
 
@@ -27,6 +27,10 @@ class Task:
     questions: Mapping[str, Sequence[Item]] = field(default_factory=dict)  # tasks to score at each validation
     profile: tuple[int, int] | None = None  # the first and the last step to trace
     faults: Faults = field(default_factory=Faults)  # on purpose, for tests
+
+    def __repr__(self) -> str:
+        """Short: Ray's dashboard shows it to everyone, and a recipe's runtime_env may hold secrets."""
+        return f"Task({self.run_folder!r})"
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

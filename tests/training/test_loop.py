@@ -569,3 +569,9 @@ def test_a_repeating_text_is_learned_and_another_is_not(make_task, jax_engine):
     assert validated[60] > 3  # it reads backwards
     text = next(event["text"] for event in session.events if event.get("event") == "sample" and event["step"] == 60)
     assert len(text) == CONTEXT - 1
+
+
+def test_a_task_shows_no_secrets_where_ray_shows_it(make_task):
+    task = make_task(**{"cluster.runtime_env": {"env_vars": {"HF_TOKEN": "hf_31415926"}}})
+    assert task.recipe.cluster.runtime_env["env_vars"]["HF_TOKEN"] == "hf_31415926"
+    assert f"{task!r} {task}" == f"Task({task.run_folder!r}) Task({task.run_folder!r})"
