@@ -144,11 +144,10 @@ class Training:
             out.print(f"profile in {escape(_near(event['file']))}, for ui.perfetto.dev", soft_wrap=True)
         elif event.get("event") == "stopping":
             out.print(escape(event["text"]), soft_wrap=True)
-        elif "val_loss" in event:
-            self._val_loss = event["val_loss"]
-            parts = [f"step {event['step']:>{len(str(self._steps))}}/{self._steps}", f"val loss {self._val_loss:.4f}"]
-            scores = [name for name in event if name.partition("_")[0] in TASKS]
-            parts += [f"{name.replace('_', ' ')} {event[name]:.4g}" for name in scores]
+        elif scores := [name for name in event if name == "val_loss" or name.partition("_")[0] in TASKS]:
+            self._val_loss = event.get("val_loss", self._val_loss)
+            parts = [f"step {event['step']:>{len(str(self._steps))}}/{self._steps}"]
+            parts += [f"{name.replace('_', ' ')} {_score(name, event[name])}" for name in scores]
             out.print("  ".join(parts), soft_wrap=True)
         elif "loss" in event:
             self._show(self._line(event))
@@ -176,6 +175,10 @@ class Training:
         if self._live and self._task is not None:
             val = "" if self._val_loss is None else f"  val loss {self._val_loss:.4f}"
             self._live.update(self._task, description=text + val)
+
+
+def _score(name: str, value: float) -> str:
+    return f"{value:.4f}" if name == "val_loss" else f"{value:.4g}"
 
 
 def show_finished(run: "Prepared") -> None:
