@@ -307,6 +307,16 @@ def _task_names(names: object) -> object:
     return names
 
 
+def _some_text(prompts: object) -> object:
+    """One stands for a list of one; each has some text."""
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    if isinstance(prompts, list | tuple) and "" in prompts:
+        raise ValueError(
+            "training.prompts: one of them is empty; write some text, or none at all to begin as a document does"
+        )
+    return prompts
+
+
 class Training(Part):
     """How long, in what batches, and what happens on the way."""
 
@@ -328,6 +338,9 @@ class Training(Part):
     )
     eval_items: Annotated[Whole, Field(gt=0)] | None = Field(
         None, description="Items of each task to score, its first; null takes all."
+    )
+    prompts: Annotated[tuple[str, ...], BeforeValidator(_some_text), "list of text"] = Field(
+        (), description="A sample is written on from each at each validation; without any, as a document begins."
     )
     checkpoint_every: Every = Field(100, description="Steps between checkpoints, or epoch: once in each.")
     on_nan: Literal["stop", "skip"] = Field(

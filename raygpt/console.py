@@ -144,11 +144,10 @@ class Training:
             out.print(f"profile in {escape(_near(event['file']))}, for ui.perfetto.dev", soft_wrap=True)
         elif event.get("event") == "stopping":
             out.print(escape(event["text"]), soft_wrap=True)
-        elif "val_loss" in event:
-            self._val_loss = event["val_loss"]
-            parts = [f"step {event['step']:>{len(str(self._steps))}}/{self._steps}", f"val loss {self._val_loss:.4f}"]
-            scores = [name for name in event if name.partition("_")[0] in TASKS]
-            parts += [f"{name.replace('_', ' ')} {event[name]:.4g}" for name in scores]
+        elif scores := [name for name in event if name == "val_loss" or name.partition("_")[0] in TASKS]:
+            self._val_loss = event.get("val_loss", self._val_loss)
+            parts = [f"step {event['step']:>{len(str(self._steps))}}/{self._steps}"]
+            parts += [f"{name.replace('_', ' ')} {_score(name, event[name])}" for name in scores]
             out.print("  ".join(parts), soft_wrap=True)
         elif "loss" in event:
             self._show(self._line(event))
@@ -178,6 +177,10 @@ class Training:
             self._live.update(self._task, description=text + val)
 
 
+def _score(name: str, value: float) -> str:
+    return f"{value:.4f}" if name == "val_loss" else f"{value:.4g}"
+
+
 def show_finished(run: "Prepared") -> None:
     """Nothing was left to do."""
     out.print(
@@ -195,13 +198,10 @@ def show_stopped(result: "Result") -> None:
 
 
 def show_result(result: "Result", events: Sequence["Event"]) -> None:
-    """What came of a run: the validation loss before and after, a sample, and what to do next."""
+    """What came of a run: the validation loss before and after, its last samples, and what to do next."""
     losses = [event["val_loss"] for event in events if "val_loss" in event]
-    samples = [event["text"] for event in events if event.get("event") == "sample"]
     folder = _near(result.path)
-    if samples:
-        out.print("\n[bold]a sample of what it writes now[/]")
-        out.print(escape(_printable(samples[-1])), soft_wrap=True)
+    _show_samples([event for event in events if event.get("event") == "sample"])
     if len(losses) > 1:
         out.print(f"\nvalidation loss {losses[0]:.4f} at the start, {losses[-1]:.4f} at the end ({_fall(losses)})")
     out.print(f"run directory   {escape(folder)}\n\nTry next:", soft_wrap=True)
@@ -211,6 +211,17 @@ def show_result(result: "Result", events: Sequence["Event"]) -> None:
         "train tiny data.source=README.md data.tokenizer=bytes training.steps=20 run.name=readme",
     ):
         out.print(f"  {_program()} {escape(words)}", soft_wrap=True)
+
+
+def _show_samples(samples: Sequence["Event"]) -> None:
+    """Those of the last evaluation: one, or one for each prompt, which stands out in it."""
+    last = [sample for sample in samples if sample["step"] == samples[-1]["step"]]
+    for sample in last:
+        prompt = sample.get("prompt", "")
+        about = f" from {_clip(prompt, 40)!r}" if len(last) > 1 else ""
+        out.print(f"\n[bold]a sample of what it writes now{escape(about)}[/]")
+        text = _printable(sample["text"].removeprefix(prompt))
+        out.print(f"[cyan]{escape(_printable(prompt))}[/]{escape(text)}", soft_wrap=True)
 
 
 def _fall(losses: Sequence[float]) -> str:

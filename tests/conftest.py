@@ -1,5 +1,7 @@
 """What tests of several modules share: real text, an S3 server on loopback, one Ray cluster for the whole session."""
 
+import contextlib
+import importlib.util
 import os
 import socket
 import subprocess
@@ -89,8 +91,11 @@ def ray_cluster(s3: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def trained_run(tmp_path_factory):
-    """The folder of a small run of an engine, trained once, in this process: 20 steps on a text that repeats itself."""
+def trained_run(ray_cluster, tmp_path_factory):
+    """The folder of a small run of an engine, made once, by the command: 20 steps on a text that repeats itself.
+
+    Beside it lie its tokens and what the command printed, said.txt.
+    """
     made = {}
 
     def of(engine: str) -> Path:
@@ -101,46 +106,33 @@ def trained_run(tmp_path_factory):
     return of
 
 
-def _train(engine: str, home: Path) -> Path:
-    import json
+SMALL = "model.layers=2 model.heads=2 model.width=32 model.context=32 training.batch_tokens=128 data.tokenizer=bytes"
+SHORT = "training.steps=20 training.log_every=5 training.eval_every=10 training.checkpoint_every=10"
+LEARNS = "optimizer.learning_rate=0.01 run.name=small"
+OF_ENGINE = {
+    "jax": "tiny --profile 12:14",
+    # The tutorial's, on two workers, but for its size and its text
+    "torch": "gpt2-124m-wikitext103-smoke model.preset=null data.val=0.05 data.limit=null",
+}
 
-    import jax
+
+def _train(engine: str, home: Path) -> Path:
     import numpy as np
 
-    from raygpt.corpus import tokenizers
-    from raygpt.corpus.feed import Feed
-    from raygpt.corpus.nanogpt import open_nanogpt
-    from raygpt.engines import engine_of
-    from raygpt.recipes import load_recipe
-    from raygpt.training.loop import Loop
-    from raygpt.training.session import LocalSession
-    from raygpt.training.task import Task
-
-    tokens, folder = home / "tokens", home / "small"
+    tokens, text = home / "tokens", np.frombuffer("the café sat on the mat; ".encode(), dtype=np.uint8)
     tokens.mkdir()
-    text = np.frombuffer("the café sat on the mat; ".encode(), dtype=np.uint8)
     np.resize(text, 4000).astype("<u2").tofile(tokens / "train.bin")
     np.resize(text, 10 * 32 + 5).astype("<u2").tofile(tokens / "val.bin")
-    settings = {
-        "engine": engine,
-        "model": {"layers": 2, "heads": 2, "width": 32, "context": 32},
-        "data": {"source": str(tokens), "tokenizer": "bytes"},
-        "optimizer.learning_rate": 0.01,
-        "training": {"batch_tokens": 4 * 32, "steps": 20, "log_every": 5, "eval_every": 10, "checkpoint_every": 10},
-        "run": {"name": "small", "storage": str(home)},
-    }
-    recipe = load_recipe("tiny", settings)
-    store = open_nanogpt(str(tokens), "bytes")
-    tokenizers.save(store.tokenizer, str(folder))
-    (folder / "recipe.yaml").write_text(recipe.to_yaml())
-    one = {"devices": jax.devices()[:1]} if engine == "jax" else {}
-    computes = engine_of(engine).Engine(recipe, store.tokenizer.vocab, **one)
-    session = LocalSession()
-    feed = Feed([store.train], context=32, batch_rows=4, seed=recipe.training.seed)
-    Loop(Task(recipe, feed, (store.val,), str(folder)), computes, session).run()
-    logged = [event for event in session.events if "event" not in event]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in logged))
-    return folder
+    words = f"train {OF_ENGINE[engine]} {SMALL} {SHORT} {LEARNS}".split()
+    words += [f"data.source={tokens}", f"run.storage={home}", "training.prompts=[the caf, 'on ']"]
+    if engine == "jax" and importlib.util.find_spec("tensorboardX"):
+        words.append("track.tensorboard=true")
+    with (home / "said.txt").open("w") as said, contextlib.redirect_stdout(said), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["raygpt", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    assert not ended.value.code, (home / "said.txt").read_text()
+    return home / "small"
 
 
 @pytest.fixture(name="raygpt")

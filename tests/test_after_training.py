@@ -1,11 +1,15 @@
-"""What comes after training, as people type it: generate, eval, export, import, for a run of each engine."""
+"""Training and what comes after, as people type it, from train to report, for a run of each engine."""
 
+import gzip
 import json
 import shutil
 
 import numpy as np
 import pytest
 
+from raygpt import storage
+from raygpt.inference.loaded import load
+from raygpt.recipes import load_recipe
 from raygpt.runs import open_run
 
 TEXT = "the café sat on the mat; "
@@ -22,6 +26,11 @@ def run(engine, trained_run):
     return trained_run(engine)
 
 
+@pytest.fixture(scope="module")
+def jax_run(trained_run):
+    return trained_run("jax")
+
+
 def fails(result):
     """The one line that a failed command leaves."""
     status, out, err = result
@@ -29,6 +38,54 @@ def fails(result):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     return err.removeprefix("error: ").rstrip("\n")
+
+
+def test_training_left_a_sample_of_each_prompt_at_every_evaluation(run):
+    samples = open_run(str(run)).samples
+    assert [(sample["step"], sample["prompt"]) for sample in samples] == [
+        (step, prompt) for step in (0, 10, 20) for prompt in ("the caf", "on ")
+    ]
+    assert all(sample["text"].startswith(sample["prompt"]) for sample in samples)
+    assert len({sample["text"] for sample in samples}) == 6
+    said = (run.parent / "said.txt").read_text()
+    for prompt in ("the caf", "on "):
+        assert f"\na sample of what it writes now from {prompt!r}\n{prompt}" in said
+
+
+def test_the_tutorials_smoke_recipe_trains_a_smaller_model_on_two_workers(trained_run):
+    run, smoke = open_run(str(trained_run("torch"))), load_recipe("gpt2-124m-wikitext103-smoke")
+    assert (run.recipe.schedule, run.recipe.cluster) == (smoke.schedule, smoke.cluster)
+    assert (run.recipe.model.dropout, run.recipe.data.order) == (smoke.model.dropout, smoke.data.order)
+    assert run.recipe.optimizer == smoke.optimizer.model_copy(update={"learning_rate": 0.01})
+    assert (run.about["workers"], run.about["mesh"]) == ("2", "data 2")
+    assert run.scores[0] == pytest.approx(np.log(257), rel=0.02)
+    assert run.scores[20] < run.scores[10] < 0.8 * run.scores[0]
+
+
+def test_tensorboard_is_told_what_is_logged(jax_run):
+    events = pytest.importorskip("tensorboardX.proto.event_pb2")
+    told = {}
+    for file in (jax_run / "tensorboard").iterdir():
+        for record in records_of(file.read_bytes()):
+            event = events.Event.FromString(record)
+            told |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+    for name, steps in (("loss", [5, 10, 15, 20]), ("grad_norm", [5, 10, 15, 20]), ("val_loss", [0, 10, 20])):
+        logged = {line["step"]: line[name] for line in open_run(str(jax_run)).metrics if name in line}
+        assert list(logged) == steps
+        assert [told[name, step] for step in steps] == pytest.approx(list(logged.values()), rel=1e-6)
+
+
+def records_of(content):
+    """Of a file of TensorBoard's: length, its checksum, that many bytes, their checksum."""
+    while content:
+        length = int.from_bytes(content[:8], "little")
+        yield content[12 : 12 + length]
+        content = content[16 + length :]
+
+
+def test_a_profile_has_the_steps_that_were_asked_for(jax_run):
+    trace = json.loads(gzip.decompress((jax_run / "profile" / "steps-12-14.json.gz").read_bytes()))
+    assert any(event.get("ph") == "X" and event.get("dur") for event in trace["traceEvents"])
 
 
 def test_a_run_goes_from_generate_to_eval_export_and_import(raygpt, run, tmp_path, engine):
@@ -82,8 +139,6 @@ def compare_with_transformers(folder, engine, run):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from raygpt.inference.loaded import load
-
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer(TEXT)["input_ids"]
     assert ids == list(TEXT.encode())
@@ -134,11 +189,6 @@ def test_prompts_can_be_asked_for_one_after_another(raygpt, run, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     status, out, _ = raygpt("generate", run, "--interactive", "--tokens", 19, "--temperature", 0)
     assert (status, out) == (0, alone * 2)
-
-
-@pytest.fixture(scope="module")
-def jax_run(trained_run):
-    return trained_run("jax")
 
 
 @pytest.mark.parametrize("verb", [("generate",), ("eval",), ("export", "out")])
@@ -201,3 +251,85 @@ def test_a_run_is_listed_shown_and_reported(raygpt, run, tmp_path, engine):
     assert drawn["train"]["step"] == [5, 10, 15, 20]
     logged = [line["loss"] for line in known.metrics if "loss" in line]
     assert drawn["train"]["loss"] == pytest.approx(logged, rel=1e-4)
+    for prompt in ("the caf", "on "):
+        assert f'<q class="prompt">{prompt}</q>' in page
+
+
+# Tasks
+
+
+ITEMS = ["the café sat on the mat;", "café sat on the", "the dog sat down"]
+
+
+def by_hand(loaded, text, word):
+    """Log-probability of the last word, a token at a time, and whether each was the likeliest."""
+    ids, total, greedy = np.array([list(text.encode())], dtype=np.int32), 0.0, True
+    for place in range(ids.size - len(word.encode()), ids.size):
+        logits = loaded.reader.prefill(loaded.state, ids[:, :place])[0][0].astype(np.float64)
+        total += logits[ids[0, place]] - np.log(np.exp(logits).sum())
+        greedy = greedy and logits.argmax() == ids[0, place]
+    return total, greedy
+
+
+def test_tasks_are_scored_by_the_command(raygpt, run, tmp_path):
+    ask = {
+        "activity_label": "Cats",
+        "ctx": "the café sat on",
+        "endings": ["the mat;", "a qqq", "xx", "zz zz"],
+        "label": 0,
+    }
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ITEMS))
+    (tmp_path / "endings.jsonl").write_text(json.dumps(ask) + "\n")
+    words = ("eval", run, "--task", "lambada=words.jsonl", "--task", "hellaswag=endings.jsonl", "--limit", 2)
+    status, out, _ = raygpt(*words, "--json")
+    assert status == 0
+    found = json.loads(out)["tasks"]
+    loaded = load(open_run(str(run)))
+    right = [by_hand(loaded, text, f" {text.rpartition(' ')[2]}") for text in ITEMS[:2]]
+    assert found["lambada"]["items"] == 2
+    assert found["lambada"]["acc"] == np.mean([greedy for _, greedy in right])
+    assert found["lambada"]["perplexity"] == pytest.approx(np.exp(-np.mean([log for log, _ in right])), rel=1e-3)
+    query = f"Cats: {ask['ctx']}"
+    logs = [by_hand(loaded, f"{query} {ending}", f" {ending}")[0] for ending in ask["endings"]]
+    assert found["hellaswag"]["acc"] == float(np.argmax(logs) == 0)
+    by_character = [log / len(ending) for log, ending in zip(logs, ask["endings"], strict=True)]
+    assert found["hellaswag"]["acc_norm"] == float(np.argmax(by_character) == 0)
+    _, shown, _ = raygpt(*words)
+    assert "lambada" in shown
+    assert f"{found['lambada']['perplexity']:.4f}"[:5] in shown
+
+
+# Runs in an object store
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])  # which compiles each time
+def test_a_run_on_s3_is_asked_shown_and_reported_like_one_on_a_disk(
+    raygpt, trained_run, s3, tmp_path, engine, monkeypatch
+):
+    run = trained_run(engine)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # where its checkpoint is fetched to
+    there, tokens = f"{s3}/after-{engine}/small", f"{s3}/after-{engine}/tokens"
+    for folder, copy in ((run, there), (run.parent / "tokens", tokens)):
+        for name in storage.files(str(folder)):
+            storage.write_bytes(f"{copy}/{name}", (folder / name).read_bytes())
+    recipe = open_run(there).recipe.to_yaml().replace(str(run.parent / "tokens"), tokens)
+    storage.write_bytes(f"{there}/recipe.yaml", recipe.encode())
+
+    greedy = ("--prompt", "the caf", "--tokens", 8, "--temperature", 0)
+    status, written, _ = raygpt("generate", run, *greedy)
+    assert (status, written.startswith("the caf")) == (0, True)
+    assert raygpt("generate", there, *greedy)[:2] == (0, written)
+    status, out, _ = raygpt("eval", there, "--json")
+    assert status == 0
+    assert json.loads(out)["tasks"]["validation"]["loss"] == pytest.approx(open_run(str(run)).scores[20], abs=1e-5)
+    shown = json.loads(raygpt("show", there, "--json")[1])
+    assert [checkpoint["step"] for checkpoint in shown["checkpoints"]] == [10, 20]
+    assert shown["sample"] == open_run(str(run)).samples[-1]
+    assert raygpt("report", there)[0] == 0
+    assert b"From <q" in storage.read_bytes(f"{there}/report.html")
+
+    assert raygpt("export", there, "folder")[0] == 0
+    status, _, err = raygpt("import", "folder", f"{s3}/after-{engine}/again", "--engine", engine)
+    assert status == 0, err
+    assert raygpt("generate", f"{s3}/after-{engine}/again", *greedy)[:2] == (0, written)
+    assert fails(raygpt("import", "folder", there)) == f"{there} is not empty; name a new folder for the run"

@@ -71,7 +71,7 @@ def lambada_result(items: Sequence[Item], scores: Sequence[list[Score]]) -> Resu
     """How often every token of the word is the likeliest, and the word's perplexity."""
     greedy = np.array([of_item[0].greedy for of_item in scores])
     logs = np.array([of_item[0].log_probability for of_item in scores])
-    perplexity = math.exp(-logs.mean())
+    perplexity = math.exp(min(-logs.mean(), 700))  # what has not learned may be beyond a float's range
     return {
         "acc": float(greedy.mean()),
         "acc_stderr": standard_error(greedy),

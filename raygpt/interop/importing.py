@@ -38,11 +38,9 @@ AS_OURS = {  # what the config may say of the arithmetic, and what it means if i
 
 def import_run(source: str, out: str, engine: str = "jax") -> OpenRun:
     """A run at step 0 with the weights and the tokenizer of a folder, or of a repository on the Hub."""
-    out = storage.absolute(out)
+    out = storage.absolute(out).rstrip("/")
     if storage.sizes(out) or storage.folders(out):
         raise RaygptError(f"{out} is not empty; name a new folder for the run")
-    if storage.is_remote(out):
-        raise RaygptError(f"{out}: a run is imported into a local folder; copy it there afterwards")
     folder = _folder(source)
     settings = _config(folder)
     tokenizer = _tokenizer(folder)
@@ -184,6 +182,7 @@ def _write(recipe: Recipe, tokenizer: Tokenizer, parameters: dict[str, NDArray[A
     except (KeyError, ValueError) as error:
         raise RaygptError(f"the weights are not those of the config: {error}; copy the model again") from None
     part, folder = checkpoints.parts_of(out) / "import", checkpoints.folder_of(out, 0)
+    storage.delete_folder(str(part))  # of an import to an object store that was interrupted
     engine.save(state, str(part))
     engine.wait_for_save()
     facts = {"engine": recipe.engine, "recipe": recipe.to_dict(), "tokenizer": tokenizers.fingerprint(tokenizer)}

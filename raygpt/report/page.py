@@ -195,22 +195,33 @@ def _samples(runs: Sequence[OpenRun]) -> Iterator[str]:
     if not any(run.samples for run in runs):
         return
     yield "<h2>What it wrote, as it learned</h2>"
-    for number, run in enumerate(runs):
-        shown = spread(run.samples, SAMPLES if len(runs) == 1 else 2)
-        mark = "" if len(runs) == 1 else f"{_dot(number)}{escape(run.name)}, "
-        cards = "".join(_sample(run, sample, mark) for sample in shown)
-        yield f'<div class="samples">{cards}</div>'
-        others = [sample for sample in run.samples if sample not in shown]
-        if others:
-            cards = "".join(_sample(run, sample, mark) for sample in others)
-            count = f"{len(others)} more of {escape(run.name)}"
-            yield f'<details class="card"><summary>{count}</summary><div class="samples">{cards}</div></details>'
+    for prompt in dict.fromkeys(sample.get("prompt") for run in runs for sample in run.samples):
+        if prompt is not None:
+            yield f'<h3>From <q class="prompt">{escape(prompt)}</q></h3>'
+        for number, run in enumerate(runs):
+            mark = "" if len(runs) == 1 else f"{_dot(number)}{escape(run.name)}, "
+            yield from _samples_from(run, prompt, SAMPLES if len(runs) == 1 else 2, mark)
+
+
+def _samples_from(run: OpenRun, prompt: str | None, count: int, mark: str) -> Iterator[str]:
+    """What a run wrote from a prompt, the first beside the last and some between; the others unfold."""
+    samples = [sample for sample in run.samples if sample.get("prompt") == prompt]
+    shown = spread(samples, count)
+    others = [sample for sample in samples if sample not in shown]
+    if shown:
+        yield f'<div class="samples">{"".join(_sample(run, sample, mark) for sample in shown)}</div>'
+    if others:
+        cards = "".join(_sample(run, sample, mark) for sample in others)
+        more = f"{len(others)} more of {escape(run.name)}"
+        yield f'<details class="card"><summary>{more}</summary><div class="samples">{cards}</div></details>'
 
 
 def _sample(run: OpenRun, sample: Mapping[str, Any], mark: str) -> str:
     loss = run.scores.get(sample["step"])
     scored = f' <span class="soft">validation loss {loss:.3f}</span>' if loss is not None else ""
-    text = escape(sample["text"].strip("\n"))
+    prompt = sample.get("prompt", "")
+    begun = f"<b>{escape(prompt)}</b>" if prompt else ""
+    text = f"{begun}{escape(sample['text'].removeprefix(prompt))}".strip("\n")
     return f'<div class="sample card"><h3>{mark}step {sample["step"]:,}{scored}</h3><pre>{text}</pre></div>'
 
 

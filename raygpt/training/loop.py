@@ -23,8 +23,7 @@ from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.engines import read_weights
 from raygpt.engines.base import Engine
 from raygpt.errors import RaygptError
-from raygpt.evaluation import tasks
-from raygpt.inference.sampling import sample
+from raygpt.evaluation import prompts, tasks
 from raygpt.training import checkpoints, records
 from raygpt.training.checkpoints import Checkpoint
 from raygpt.training.metrics import mfu
@@ -34,7 +33,6 @@ from raygpt.training.session import Event, Orders, Session
 from raygpt.training.task import Task
 
 AHEAD = 2  # batches on the device before they are needed
-SAMPLE_TOKENS = 200
 
 
 class InTraining(NamedTuple):
@@ -199,7 +197,7 @@ class Loop:
         self._session.record({**event, "data_wait_s": waited})
 
     def _evaluate(self, state: Any, step: int) -> None:
-        """Loss over the validation set, or the part that the recipe says; and a sample of what the model writes."""
+        """Loss over the validation set, or the part that the recipe says; and samples of what the model writes."""
         losses = []
         context, rows = self._engine.context, self._engine.micro_rows
         for windows in val_windows(self._task.val, context, rows, self._training.eval_rows):
@@ -210,9 +208,14 @@ class Loop:
         if loss is not None or scores:
             self._session.record({"step": step, **({} if loss is None else {"val_loss": loss}), **scores})
         self._keep(lambda: self._remember(step, loss), f"the validation loss of step {step}")
-        text = self._sample(state)
-        self._session.emit({"event": "sample", "step": step, "text": text})
-        self._keep(lambda: records.keep_sample(self._task.run_folder, step, text), f"the sample of step {step}")
+        asked, texts = self._training.prompts, self._sample(state)
+        for sample in records.samples_of(step, texts, asked):
+            self._session.emit({"event": "sample", **sample})
+        self._keep(
+            lambda: records.keep_sample(self._task.run_folder, step, *texts, prompts=asked),
+            f"the samples of step {step}",
+        )
+        self._session.beat(step)
 
     def _scores(self, state: Any, step: int) -> dict[str, float]:
         """What the recipe's tasks come to: lambada_acc, lambada_perplexity and so on."""
@@ -237,11 +240,10 @@ class Loop:
         except (OSError, RaygptError) as error:
             self._session.warn(f"{what} could not be kept ({error}); training goes on")
 
-    def _sample(self, state: Any) -> str:
-        tokenizer = self._task.tokenizer
-        prompt = np.array([[tokenizer.end_of_text]], dtype=np.int32)  # as a document begins
-        drawn = sample(self._engine, state, prompt, SAMPLE_TOKENS, seed=self._training.seed)
-        return tokenizer.decode(drawn[0].tolist())
+    def _sample(self, state: Any) -> list[str]:
+        """What the model writes from each of the recipe's prompts, always with the same chance."""
+        training = self._training
+        return prompts.write(self._engine, state, self._task.tokenizer, training.prompts, training.seed)
 
 
 class Clock:

@@ -1,6 +1,6 @@
 """What a run leaves beside its metrics: samples of what it writes, what it ran on, and how it ended.
 
-samples.jsonl  {"step", "text"} a line, one for each evaluation
+samples.jsonl  {"step", "text"} a line, one for each evaluation; {"step", "prompt", "text"} for each of training.prompts
 about.json     engine, devices, processor, versions: those of the last start
 result.json    {"state", "why", "time"} of the last driver that ended by itself
 
@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -63,15 +64,21 @@ def read_about(run_folder: str) -> dict[str, Any]:
     return _read(run_folder, ABOUT) or {}
 
 
-def keep_sample(run_folder: str, step: int, text: str) -> None:
-    """Add a sample. Those of later steps are of a past that a restart has undone."""
+def keep_sample(run_folder: str, step: int, *texts: str, prompts: Sequence[str] = ()) -> None:
+    """Add a step's sample, or one for each prompt. Those of later steps are of a past that a restart has undone."""
     kept = [sample for sample in read_samples(run_folder) if sample["step"] < step]
-    lines = [json.dumps(sample) + "\n" for sample in [*kept, {"step": step, "text": text}]]
+    lines = [json.dumps(sample) + "\n" for sample in [*kept, *samples_of(step, texts, prompts)]]
     storage.write_bytes(storage.join(run_folder, SAMPLES), "".join(lines).encode())
 
 
+def samples_of(step: int, texts: Sequence[str], prompts: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """{"step", "text"} of each text, and the prompt that it begins with where there are any."""
+    asked: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts] or [{}]
+    return [{"step": step, **prompt, "text": text} for prompt, text in zip(asked, texts, strict=True)]
+
+
 def read_samples(run_folder: str) -> list[dict[str, Any]]:
-    """{"step", "text"} in order of steps."""
+    """{"step", "text"}, some with "prompt", in order of steps."""
     uri = storage.join(run_folder, SAMPLES)
     lines = storage.read_bytes(uri).splitlines() if storage.exists(uri) else []
     return [json.loads(line) for line in lines]

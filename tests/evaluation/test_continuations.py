@@ -1,13 +1,15 @@
 """Continuations and tasks, beside plain arithmetic on Hugging Face's GPT-2."""
 
+import io
 import json
 import math
 from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
+from corpus.hub import served
 
-from raygpt import config
+from raygpt import config, console
 from raygpt.config import Model
 from raygpt.corpus.tokenizers import Bytes, Char
 from raygpt.errors import RaygptError
@@ -122,6 +124,28 @@ def test_lambada_counts_greedy_words_and_their_perplexity():
     assert found["perplexity_stderr"] == pytest.approx(math.exp(3) * math.sqrt(7 / 3))
 
 
+def test_a_word_that_is_all_but_impossible_has_a_perplexity_all_the_same():
+    found = tasks.lambada_result([{}] * 2, [[Score(-900.0, False)], [Score(-700.0, False)]])
+    assert found["perplexity"] == pytest.approx(math.exp(700))
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            {"lambada_acc": 0.25, "lambada_perplexity": 1234.567},
+            "step  5/20  lambada acc 0.25  lambada perplexity 1235",
+        ),
+        ({"val_loss": 2.5, "hellaswag_acc_norm": 0.5}, "step  5/20  val loss 2.5000  hellaswag acc norm 0.5"),
+        ({"val_loss": 2.5}, "step  5/20  val loss 2.5000"),
+    ],
+)
+def test_the_terminal_shows_scores_with_a_validation_loss_or_without(capsys, event, line):
+    with console.training(20) as watch:
+        watch({"step": 5, **event})
+    assert capsys.readouterr().out == f"{line}\n"
+
+
 def test_items_are_read_and_refused(tmp_path):
     file = tmp_path / "items.jsonl"
     file.write_text("".join(json.dumps({"text": f"word {n}"}) + "\n" for n in range(5)))
@@ -134,6 +158,31 @@ def test_items_are_read_and_refused(tmp_path):
         file.write_text(content)
         with pytest.raises(RaygptError, match=message):
             tasks.read_items("lambada", str(file))
+
+
+def test_items_are_fetched_from_the_hub_by_the_tasks_name(monkeypatch):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def parquet(rows):
+        stream = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist(rows), stream)
+        return stream.getvalue()
+
+    texts = [{"text": f"word {n}"} for n in range(3)]
+    with served() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        files = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
+        there = {"default/test/0000.parquet": parquet(texts), "de/test/0000.parquet": parquet(texts[:1])}
+        hub.commit("EleutherAI/lambada_openai", {"data/test.jsonl": b"{}"})
+        hub.commit("EleutherAI/lambada_openai", there, branch="refs/convert/parquet")
+        hub.commit("Rowan/hellaswag", {f"data/{part}-0.parquet": parquet([ITEM]) for part in ("train", "validation")})
+        assert tasks.read_items("lambada", None) == texts
+        assert tasks.read_items("lambada", None, 2) == texts[:2]
+        assert tasks.read_items("hellaswag", None) == [ITEM]
+        assert not any("train" in asked for asked in hub.asked if "/resolve/" in asked)
 
 
 def test_a_task_that_a_tokenizer_cannot_write_is_refused_in_one_line(loaded):
