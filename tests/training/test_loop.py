@@ -758,3 +758,31 @@ def test_an_upload_that_blocks_holds_up_no_step_and_the_next_save_is_left_out(ma
     ]
     assert [event["step"] for event in events if event.get("event") == "checkpoint"] == [2, 4, 10]
     assert there(task) == (10, [])
+
+
+# Checkpoints that are damaged
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda folder: Path(folder, "state").unlink(), "state is missing"),
+        (lambda folder: Path(folder, "state").write_text(""), "state was altered"),  # cut off
+        (lambda folder: Path(folder, "state").write_text("9"), "state was altered"),
+        (lambda folder: Path(folder, "checkpoint.json").write_text('{"step": 8'), "checkpoint.json cannot be read"),
+    ],
+    ids=["missing", "truncated", "altered", "marker"],
+)
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning_for_the_one_before(make_task, damage, reason):
+    task = make_task(**{"training.checkpoint_every": 4, "training.steps": 8})
+    run(task, FakeEngine())
+    damage(checkpoints.folder_of(task.run_folder, 8))
+    longer = replace(task, recipe=load_recipe("tiny", {**task.recipe.to_dict(), "training.steps": 10}))
+    engine = FakeEngine()
+    events = run(longer, engine)
+    warnings = [event["text"] for event in events if event.get("event") == "warning"]
+    assert warnings == [f"checkpoint of step 8 is damaged ({reason}); the one before it is used"]
+    assert next(event["step"] for event in events if event.get("event") == "resume") == 4
+    assert len(engine.batches) == 6
+    np.testing.assert_array_equal(engine.batches[0], task.feed.rows(4, [0, 1, 2, 3]))
+    assert [checkpoints.find(task.run_folder, step).step for step in (8, 10)] == [8, 10]  # step 8's is whole again
