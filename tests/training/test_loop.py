@@ -22,6 +22,7 @@ from raygpt.errors import RaygptError, StorageError
 from raygpt.recipes import load_recipe
 from raygpt.training import checkpoints
 from raygpt.training.loop import Loop, read_ahead, val_windows
+from raygpt.training.saving import Saving
 from raygpt.training.session import LocalSession, Orders
 from raygpt.training.task import Task
 
@@ -758,6 +759,21 @@ def test_an_upload_that_blocks_holds_up_no_step_and_the_next_save_is_left_out(ma
     ]
     assert [event["step"] for event in events if event.get("event") == "checkpoint"] == [2, 4, 10]
     assert there(task) == (10, [])
+
+
+def test_a_rank_deletes_what_its_own_saves_have_left_and_nobody_elses(make_task):
+    task = make_task()
+    parts = checkpoints.parts_of(task.run_folder)
+    ours = {"step-00000002-1", "step-00000002-1.orbax-checkpoint-tmp", "step-00000002-1.orbax-checkpoint-tmp-10"}
+    theirs = {"step-00000002-10", "step-00000002-11.tmp", "step-00000001-0", "step-00000002-0.orbax-checkpoint-tmp-1"}
+    for name in ours | theirs:
+        Path(parts, name).mkdir(parents=True)
+    engine = FakeEngine()
+    saving = Saving(task, engine, LocalSession(rank=1, workers=20), lambda step, metrics: None)
+    assert saving.begin(5, 5, 5)
+    settle()
+    assert {path.name for path in parts.iterdir()} == theirs
+    assert (Path(checkpoints.folder_of(task.run_folder, 5)) / "state").read_text() == "5"
 
 
 # Checkpoints that are damaged
