@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -591,6 +592,45 @@ def test_a_repeating_text_is_learned_and_another_is_not(make_task, jax_engine):
     assert validated[60] > 3  # it reads backwards
     text = next(event["text"] for event in session.events if event.get("event") == "sample" and event["step"] == 60)
     assert len(text) == CONTEXT - 1
+
+
+# When all workers ask what is wanted
+
+
+class Asked(LocalSession):
+    """Notes after which steps it was asked; `engine` says which step that was."""
+
+    def __init__(self, engine, wanted=()):
+        super().__init__(wanted=list(wanted))
+        self.engine, self.after = engine, []
+
+    def orders(self, steps_per_s):
+        self.after.append(len(self.engine.batches))
+        return super().orders(steps_per_s)
+
+
+def test_orders_say_when_to_ask_again_at_the_latest(make_task):
+    task = make_task(**{"training.log_every": 4, "training.steps": 12, "training.checkpoint_every": 100})
+    session = Asked(FakeEngine(), [Orders(again=3), Orders(again=3), Orders(save=True, again=1), Orders(save=True)])
+    Loop(task, session.engine, session).run()
+    assert session.after == [4, 7, 8, 9, 12]
+    assert [event["step"] for event in session.events if event.get("event") == "checkpoint"] == [8, 9, 12]
+
+
+def test_steps_that_take_long_are_asked_after_though_few_are_logged(make_task, monkeypatch):
+    class Slow(FakeEngine):
+        now = 0.0
+
+        def step(self, state, batch):
+            self.now += 30 if state == 0 else 2  # the first is compiled
+            return super().step(state, batch)
+
+    engine = Slow()
+    monkeypatch.setattr("raygpt.training.loop.time", SimpleNamespace(perf_counter=lambda: engine.now))
+    task = make_task(**{"training.log_every": 100, "training.steps": 12, "training.eval_every": 100})
+    session = Asked(engine)
+    Loop(task, engine, session).run()
+    assert session.after == [2, 4, 6, 8, 10, 12]  # every 4 s: the next would make it more than 5
 
 
 # Storage that fails, as it does

@@ -118,7 +118,7 @@ def test_a_driver_may_be_killed_interrupted_and_stopped_from_elsewhere(driver, r
     interrupted.send_signal(signal.SIGINT)
     output = interrupted.communicate(timeout=120)[0]
     assert interrupted.returncode == 130, output
-    assert "SIGINT, once more to stop at once: saving after the next logged step" in output
+    assert "SIGINT, once more to stop at once: saving after one of the next steps" in output
     assert "the same command goes on from there" in output
     stopped = driver("driven")
     done = losses(folder)[-1][0]
