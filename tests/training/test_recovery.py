@@ -52,6 +52,20 @@ def test_a_worker_that_hangs_is_noticed_and_shows_where(ray_cluster, recipe, und
     assert "in strike" in log  # the line that it hung at
 
 
+@pytest.mark.slow
+def test_where_one_worker_hangs_all_show_where_they_are(ray_cluster, recipe, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "hang@8:1")
+    asked = {"run.name": "both", "cluster.workers": 2, "training.steps": 10, "training.hang_after": 20}
+    result = raygpt.train("tiny", **recipe, **asked)
+    assert result.error is None
+    waits, hangs = (Path(result.path, "logs", f"worker-{rank}.log").read_text() for rank in (0, 1))
+    for log in (waits, hangs):
+        assert "Timeout" in log
+        assert "loop.py" in log  # the stack of the thread that trains
+    assert "in strike" in hangs
+    assert "in strike" not in waits
+
+
 def test_a_fault_that_comes_back_at_its_step_ends_the_run_with_that_diagnosis(ray_cluster, recipe, monkeypatch):
     monkeypatch.setenv(VARIABLE, "raise@8:always")
     result = raygpt.train("tiny", **recipe, **{"run.name": "thrice"})
