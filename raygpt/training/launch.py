@@ -247,7 +247,10 @@ def fit(
 
 
 def _fit(trainer: Trainer, poll: Callable[[], None]) -> BaseException | None:
-    """`fit` in a thread of its own, where its handler for Ctrl-C cannot be set; events are shown meanwhile."""
+    """`fit` in a thread of its own, where its handler for Ctrl-C cannot be set; events are shown meanwhile.
+
+    Where that raises (a second Ctrl-C, a run that another driver has taken over) the workers end: Ray may live on.
+    """
     failure: list[BaseException] = []
 
     def fit() -> None:
@@ -258,10 +261,14 @@ def _fit(trainer: Trainer, poll: Callable[[], None]) -> BaseException | None:
 
     thread = threading.Thread(target=fit, daemon=True)
     thread.start()
-    while thread.is_alive():
-        thread.join(POLL_S)
+    try:
+        while thread.is_alive():
+            thread.join(POLL_S)
+            poll()
         poll()
-    poll()
+    except BaseException:
+        trainer.end()
+        raise
     return told(failure[0]) if failure else None
 
 
