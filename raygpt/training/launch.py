@@ -21,6 +21,7 @@ from raygpt.corpus.mixture import Mixture, growing_text, open_growing, open_mixt
 from raygpt.corpus.prepare import Watch
 from raygpt.engines.torch import require_torch
 from raygpt.errors import RaygptError
+from raygpt.evaluation import prompts
 from raygpt.evaluation.tasks import Item, choose, read_items
 from raygpt.testing import faults
 from raygpt.training import checkpoints, resume, tracking
@@ -97,6 +98,7 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
             context=known.model.context, batch_rows=plan.rows, order=known.data.order, seed=known.training.seed
         )
         feed.rows(0)  # a corpus that is too short, or not of its tokenizer, is refused here
+        prompts.encode(corpus.tokenizer, known.training.prompts, known.model.context)  # and what cannot be written on
         tokenizer = tokenizers.fingerprint(corpus.tokenizer)
         resume.check_text(folder, after, tokenizer, [stream.index.fingerprint for stream in feed.streams], force)
         start_from = None if after else resume.fork(known, home, tokenizer)
@@ -249,7 +251,10 @@ def fit(
 
 
 def _fit(trainer: Trainer, poll: Callable[[], None]) -> BaseException | None:
-    """`fit` in a thread of its own, where its handler for Ctrl-C cannot be set; events are shown meanwhile."""
+    """`fit` in a thread of its own, where its handler for Ctrl-C cannot be set; events are shown meanwhile.
+
+    Where that raises (a second Ctrl-C, a run that another driver has taken over) the workers end: Ray may live on.
+    """
     failure: list[BaseException] = []
 
     def fit() -> None:
@@ -260,10 +265,14 @@ def _fit(trainer: Trainer, poll: Callable[[], None]) -> BaseException | None:
 
     thread = threading.Thread(target=fit, daemon=True)
     thread.start()
-    while thread.is_alive():
-        thread.join(POLL_S)
+    try:
+        while thread.is_alive():
+            thread.join(POLL_S)
+            poll()
         poll()
-    poll()
+    except BaseException:
+        trainer.end()
+        raise
     return told(failure[0]) if failure else None
 
 

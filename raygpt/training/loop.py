@@ -29,7 +29,7 @@ from raygpt.training.checkpoints import Checkpoint
 from raygpt.training.metrics import mfu
 from raygpt.training.profiling import Profile
 from raygpt.training.saving import Saving
-from raygpt.training.session import Event, Orders, Session
+from raygpt.training.session import Event, Orders, Session, asked_again
 from raygpt.training.task import Task
 
 AHEAD = 2  # batches on the device before they are needed
@@ -58,6 +58,7 @@ class Loop:
         """Train from where the run stands to the last step, or until it is stopped; the final state comes back."""
         state, first = self._begin()
         log, profile, is_wished = Log(self._record), self._profile(), False
+        pace, ask_at = Clock(first), 0
         for step, batch in enumerate(self._batches(first, log), start=first + 1):
             self._task.faults.strike(step, self._session.rank)
             profile.before(step)
@@ -67,10 +68,15 @@ class Loop:
             if step == first + 1:  # it is compiled here, which is no measure of speed
                 self._engine.read(metrics)
                 log.restart(step)
-            orders = Orders()
-            if step % self._training.log_every == 0 or step == self._steps:
+                ask_at = step + self._session.decide(lambda: asked_again(pace.lap(first + 1)))
+            orders, is_logged = Orders(), step % self._training.log_every == 0 or step == self._steps
+            if is_logged:
                 log.put(step, metrics)
-                orders = self._session.orders()
+            elif step == ask_at:
+                self._engine.read(metrics)  # or the device would be far behind the step that is asked about
+            if is_logged or step == ask_at:
+                orders = self._session.orders(pace.lap(step))
+                ask_at = step + orders.again
             is_end = step == self._steps or orders.stop
             is_wished = is_wished or orders.save  # and stays so until a save is begun
             if step % self._save_every == 0 or is_end or is_wished:
@@ -79,6 +85,7 @@ class Loop:
                 log.flush()
                 self._evaluate(state, step)
                 log.restart(step)
+                pace.restart(step)
             self._saving.look()
             if is_end:
                 log.flush()
@@ -249,8 +256,8 @@ class Loop:
 class Clock:
     """Steps per second between two moments at which the device had done a step."""
 
-    def __init__(self) -> None:
-        self.restart(0)
+    def __init__(self, step: int = 0) -> None:
+        self.restart(step)
 
     def restart(self, step: int) -> None:
         """Begin anew, after something that is not training."""

@@ -4,11 +4,14 @@ Ray Train asks a policy in its controller. An error that the user has to mend en
 comes back at the same step.
 """
 
+import contextlib
 import time
 from typing import Any
 
 import ray
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure
 from ray.train.v2._internal.execution.scaling_policy import (
@@ -20,10 +23,12 @@ from ray.train.v2._internal.execution.scaling_policy import (
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from raygpt.errors import RaygptError, StorageError
+from raygpt.training.mailbox import on_this_node
 
 DEATHS = (ray.exceptions.RayActorError, WorkerHealthCheckFailedError)
 REPEATED = 3  # faults at one step end the run
 STORAGE_S = 10.0  # that a storage which failed is given before workers ask it again
+ENDED_S = 10.0  # that workers are given to end in good order
 SAVED_WITHIN_S = 120.0  # or the workers are resized without
 
 
@@ -33,14 +38,27 @@ class Trainer(DataParallelTrainer):
     def __init__(self, *arguments: Any, mailbox: Any, hang_after: float | None = None, **options: Any):
         super().__init__(*arguments, **options)
         self._mailbox, self._hang_after = mailbox, hang_after
+        self._controller: Any = None
 
     def _initialize_and_run_controller(self, **parts: Any) -> Any:
-        """Ray has no way to name a policy of one's own; here is where it makes its own ones."""
+        """Ray has no way to name a policy of one's own, nor to end a run from another thread: so its controller is
+        made here, where `fit` makes it."""
         config = self.run_config.failure_config
         parts["failure_policy"] = Recovery(config, self._mailbox, self._hang_after)
         if isinstance(self.scaling_config.num_workers, tuple):
             parts["scaling_policy"] = SavesFirst(self.scaling_config, self._mailbox)
-        return super()._initialize_and_run_controller(**parts)
+        environment = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}
+        options = {"num_cpus": 0, "runtime_env": {"env_vars": environment}, "scheduling_strategy": on_this_node()}
+        self._controller = ray.remote(**options)(TrainController).remote(**parts)
+        ray.get(self._controller.run.remote())
+        return ray.get(self._controller.get_result.remote())
+
+    def end(self) -> None:
+        """End the workers now, and whoever would start them again."""
+        if self._controller:
+            with contextlib.suppress(ray.exceptions.RayError):  # it ends itself, or is busy or gone
+                ray.get(self._controller.abort.remote(), timeout=ENDED_S)
+            ray.kill(self._controller)  # its workers go with it
 
 
 class Recovery(DefaultFailurePolicy):

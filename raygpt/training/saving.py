@@ -5,10 +5,12 @@ their sizes and checksums. When all have told, rank 0 commits. A save that fails
 before it are as they were; only several in a row end the run.
 """
 
+import re
 import shutil
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from raygpt.engines.base import Engine
@@ -49,7 +51,7 @@ class Saving:
         part = parts / f"step-{step:08d}-{rank}"
         error: BaseException | None = None
         try:
-            for left in parts.glob(f"step-*-{rank}*"):  # by a save that failed or was killed
+            for left in _left_by(rank, parts):
                 shutil.rmtree(left, ignore_errors=True)
             self._engine.save(state, str(part))
         except Exception as raised:
@@ -171,6 +173,15 @@ class Saving:
             )
             return
         self._session.warn(f"{said}; training goes on, and ends after {self._limit} in a row")
+
+
+def _left_by(rank: int, parts: Path) -> list[Path]:
+    """What a save of this rank that failed or was killed has left there, also under a name for the time of writing.
+
+    Other ranks may be writing theirs just now.
+    """
+    ours = re.compile(rf"step-[0-9]+-{rank}(\..*)?")
+    return [path for path in parts.glob("step-*") if ours.fullmatch(path.name)]
 
 
 def _first_line(error: BaseException) -> str:

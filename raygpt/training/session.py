@@ -16,6 +16,7 @@ from raygpt.training.watchdog import Watchdog
 Event = dict[str, Any]
 METRICS = "metrics.jsonl"
 REPORTED_S = 5.0  # at least so long between two checkpoints that Ray is told of: each time all workers wait for it
+ASKED_S = 5.0  # at most so long between two times that the workers ask what is wanted: a node may be about to go
 UPLOADED_S = 10.0  # at least so long between two uploads of the metrics, and a hundred times as long as one takes
 
 
@@ -24,6 +25,12 @@ class Orders(NamedTuple):
 
     stop: bool = False  # save, and end
     save: bool = False  # save, and go on: a node is about to be lost, or more workers wait to join
+    again: int = 0  # ask again after so many steps at the latest; 0: when one is logged
+
+
+def asked_again(steps_per_s: float) -> int:
+    """After how many steps the workers are to ask again."""
+    return max(1, int(ASKED_S * steps_per_s))
 
 
 class Session(Protocol):
@@ -57,8 +64,8 @@ class Session(Protocol):
         """Until the next step nothing is expected of this worker: it waits for others, or for storage."""
         ...
 
-    def orders(self) -> Orders:
-        """What is wanted, the same in every worker: all ask after the same steps."""
+    def orders(self, steps_per_s: float) -> Orders:
+        """What is wanted, the same in every worker: all ask after the same steps. Rank 0's speed says when again."""
         ...
 
     def decide(self, what: Callable[[], int]) -> int:
@@ -124,8 +131,8 @@ class LocalSession:
     def rest(self) -> None:
         pass
 
-    def orders(self) -> Orders:
-        return self.wanted.pop(0) if self.wanted else Orders()
+    def orders(self, steps_per_s: float) -> Orders:
+        return self.wanted.pop(0) if self.wanted else Orders(again=asked_again(steps_per_s))
 
     def decide(self, what: Callable[[], int]) -> int:
         return what()
@@ -195,27 +202,28 @@ class RaySession:
     def rest(self) -> None:
         self._watchdog.rest()
 
-    def orders(self) -> Orders:
+    def orders(self, steps_per_s: float) -> Orders:
         """Two collectives of Ray's, of about a millisecond each."""
         import ray.train
 
-        stop, save, report = self._broadcast(self._wanted() if self.rank == 0 else None)
+        stop, save, report, again = self._broadcast(self._wanted(steps_per_s) if self.rank == 0 else None)
         if report:
             self._report(str(report))
         preempted = ray.train.get_preemption_info()
         is_news, self._preempted = preempted is not None and preempted != self._preempted, preempted
         if is_news:
             self.warn("a node is about to be lost: saving before it goes")
-        return Orders(stop, save or is_news)
+        return Orders(stop, save or is_news, again)
 
-    def _wanted(self) -> tuple[bool, bool, str | None]:
-        """Rank 0: what the driver and the controller wish, and the checkpoint that Ray is to be told of."""
+    def _wanted(self, steps_per_s: float) -> tuple[bool, bool, str | None, int]:
+        """Rank 0: what the driver and the controller wish, the checkpoint that Ray is to be told of, and when to ask
+        again."""
         import ray
 
         wishes = ray.get(self._mailbox.take_wishes.remote())
         is_time = time.monotonic() - self._reported > REPORTED_S
         report, self._whole = (self._whole, None) if is_time else (None, self._whole)
-        return "stop" in wishes, "save" in wishes, report
+        return "stop" in wishes, "save" in wishes, report, asked_again(steps_per_s)
 
     def _report(self, folder: str) -> None:
         """Ray is told where it lies, and copies nothing."""

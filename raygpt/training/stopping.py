@@ -33,7 +33,7 @@ def stoppable(run_folder: str, mailbox: Any, watch: Callable[[Event], None]) -> 
     def ask(who: str) -> None:
         asked.set()
         mailbox.wish.remote("stop")
-        watch({"event": "stopping", "text": f"{who}: saving after the next logged step"})
+        watch({"event": "stopping", "text": f"{who}: saving after one of the next steps"})
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if asked.is_set():

@@ -1,21 +1,29 @@
 """The loop in this process: what it tells, what it trains on, and that nothing is lost between its threads."""
 
 import contextlib
+import itertools
+import os
+import re
+import shutil
+import subprocess
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from raygpt import storage
 from raygpt.corpus import tokenizers
 from raygpt.corpus.feed import Feed
 from raygpt.corpus.nanogpt import open_nanogpt
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, StorageError
 from raygpt.recipes import load_recipe
 from raygpt.training import checkpoints
 from raygpt.training.loop import Loop, read_ahead, val_windows
+from raygpt.training.saving import Saving
 from raygpt.training.session import LocalSession, Orders
 from raygpt.training.task import Task
 
@@ -553,6 +561,21 @@ def jax_engine():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture
+def make_engine(jax_engine):
+    """Of a task, by its recipe."""
+
+    def make(task):
+        if task.recipe.engine == "jax":
+            return jax_engine(task)
+        pytest.importorskip("torch", reason="needs the extra torch")
+        from raygpt.engines.torch.engine import TorchEngine
+
+        return TorchEngine(task.recipe, vocab=VOCAB)
+
+    return make
+
+
 def test_a_repeating_text_is_learned_and_another_is_not(make_task, jax_engine):
     training = {"steps": 60, "log_every": 10, "eval_every": 100, "batch_tokens": ROWS * CONTEXT}
     task = make_task(training=training)
@@ -569,6 +592,256 @@ def test_a_repeating_text_is_learned_and_another_is_not(make_task, jax_engine):
     assert validated[60] > 3  # it reads backwards
     text = next(event["text"] for event in session.events if event.get("event") == "sample" and event["step"] == 60)
     assert len(text) == CONTEXT - 1
+
+
+# When all workers ask what is wanted
+
+
+class Asked(LocalSession):
+    """Notes after which steps it was asked; `engine` says which step that was."""
+
+    def __init__(self, engine, wanted=()):
+        super().__init__(wanted=list(wanted))
+        self.engine, self.after = engine, []
+
+    def orders(self, steps_per_s):
+        self.after.append(len(self.engine.batches))
+        return super().orders(steps_per_s)
+
+
+def test_orders_say_when_to_ask_again_at_the_latest(make_task):
+    task = make_task(**{"training.log_every": 4, "training.steps": 12, "training.checkpoint_every": 100})
+    session = Asked(FakeEngine(), [Orders(again=3), Orders(again=3), Orders(save=True, again=1), Orders(save=True)])
+    Loop(task, session.engine, session).run()
+    assert session.after == [4, 7, 8, 9, 12]
+    assert [event["step"] for event in session.events if event.get("event") == "checkpoint"] == [8, 9, 12]
+
+
+def test_steps_that_take_long_are_asked_after_though_few_are_logged(make_task, monkeypatch):
+    class Slow(FakeEngine):
+        now = 0.0
+
+        def step(self, state, batch):
+            self.now += 30 if state == 0 else 2  # the first is compiled
+            return super().step(state, batch)
+
+    engine = Slow()
+    monkeypatch.setattr("raygpt.training.loop.time", SimpleNamespace(perf_counter=lambda: engine.now))
+    task = make_task(**{"training.log_every": 100, "training.steps": 12, "training.eval_every": 100})
+    session = Asked(engine)
+    Loop(task, engine, session).run()
+    assert session.after == [2, 4, 6, 8, 10, 12]  # every 4 s: the next would make it more than 5
+
+
+# Storage that fails, as it does
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 8 MB; what it gives remounts it with other options."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(options):
+        return subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size=8m,{options}", "tmpfs", folder], capture_output=True
+        )
+
+    if os.getuid() or shutil.which("mount") is None or mount("rw").returncode:
+        pytest.skip("only root may mount a disk")
+    yield folder, lambda options: mount(f"remount,{options}").check_returncode()
+    subprocess.run(["umount", folder], check=True)
+
+
+def struck(engine, happens):
+    """An engine before some of whose steps something happens, when no save is going on."""
+    step, numbers = engine.step, itertools.count(1)
+
+    def strike(state, batch):
+        number = next(numbers)
+        if number in happens:
+            settle()
+            happens[number]()
+        return step(state, batch)
+
+    engine.step = strike
+    return engine
+
+
+def settle():
+    """Until no save is going on."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("save-"):
+            thread.join()
+
+
+def there(task):
+    """The newest whole checkpoint, by every checksum, and what is wrong with later ones."""
+    found, warnings = checkpoints.newest(task.run_folder)
+    return found.step, warnings
+
+
+def on(folder, task):
+    """The same task, its run in another place."""
+    tokenizers.save(task.tokenizer, str(folder))
+    return replace(task, run_folder=str(folder))
+
+
+def fill(folder):
+    """As much as there is room for."""
+    with contextlib.suppress(OSError), Path(folder, "full").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+EVERY_SECOND = {"training.checkpoint_every": 2, "training.eval_every": 100, "run.keep": 1, "run.keep_best": 0}
+
+
+@pytest.mark.parametrize("name", ["jax", "torch"])
+def test_a_disk_that_is_full_for_a_while_costs_warnings(make_task, make_engine, disk, name):
+    folder, _ = disk
+    task, seen = on(folder, make_task(engine=name, **EVERY_SECOND)), []
+    happens = {4: lambda: fill(folder), 8: lambda: (seen.append(there(task)), (folder / "full").unlink())}
+    events = run(task, struck(make_engine(task), happens))
+    assert seen == [(2, [])]
+    said = saves_that_failed(events)
+    assert [step for step, _ in said] == [4, 6]
+    assert all("No space left on device" in text for _, text in said)
+    assert there(task) == (10, [])
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_the_checkpoint_before(make_task, disk):
+    folder, _ = disk
+    task = on(folder, make_task(**EVERY_SECOND, **{"run.failed_saves": 3}))
+    engine = struck(FakeEngine(), {4: lambda: fill(folder), 7: lambda: None, 9: lambda: None})
+    with pytest.raises(RaygptError, match=r"step 8 could not be saved \(.*No space left.* 3 times in a row"):
+        run(task, engine)
+    assert len(engine.batches) < 10
+    assert there(task) == (2, [])
+
+
+def test_a_disk_that_is_read_only_for_a_while_costs_warnings(make_task, disk):
+    folder, remount = disk
+    task, seen = on(folder, make_task(**EVERY_SECOND)), []
+    happens = {4: lambda: remount("ro"), 8: lambda: (seen.append(there(task)), remount("rw"))}
+    events = run(task, struck(FakeEngine(), happens))
+    assert seen == [(2, [])]
+    said = saves_that_failed(events)
+    assert [step for step, _ in said] == [4, 6]
+    assert all("Read-only file system" in text for _, text in said)
+    assert there(task) == (10, [])
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written_for_a_while_costs_warnings(make_task):
+    task, seen = make_task(**EVERY_SECOND), []
+    folder = Path(task.run_folder, "checkpoints")
+    happens = {4: lambda: folder.chmod(0o500), 8: lambda: (seen.append(there(task)), folder.chmod(0o700))}
+    events = run(task, struck(FakeEngine(), happens))
+    assert seen == [(2, [])]
+    assert [step for step, _ in saves_that_failed(events)] == [4, 6]
+    assert there(task) == (10, [])
+
+
+def saves_that_failed(events):
+    """(step, what was said of it)"""
+    told = (event["text"] for event in events if event.get("event") == "warning")
+    found = (
+        re.match(r"the checkpoint of step (\d+) could not be saved \((.*)\); training goes on", text) for text in told
+    )
+    return [(int(match[1]), match[2]) for match in found if match]
+
+
+def test_an_upload_that_fails_twice_is_tried_again_and_nothing_is_said(make_task, s3, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(checkpoints, "PAUSES_S", (0, 0, 0))
+    task = on(f"{s3}/twice", make_task(**{**EVERY_SECOND, "training.checkpoint_every": 5, "run.keep": 2}))
+    tries, real = [], storage._upload
+
+    def upload(path, uri):
+        tries.append(uri)
+        if uri.endswith("/state") and tries.count(uri) < 3:
+            raise StorageError(f"{uri} cannot be reached (503 Slow Down)")
+        real(path, uri)
+
+    monkeypatch.setattr(storage, "_upload", upload)
+    events = run(task, FakeEngine())
+    assert [event["step"] for event in events if event.get("event") == "checkpoint"] == [5, 10]
+    assert not [event for event in events if event.get("event") == "warning"]
+    assert [tries.count(f"{checkpoints.folder_of(task.run_folder, step)}/state") for step in (5, 10)] == [3, 3]
+    assert there(task) == (10, [])
+
+
+def test_an_upload_that_blocks_holds_up_no_step_and_the_next_save_is_left_out(make_task, monkeypatch):
+    monkeypatch.setattr("raygpt.training.saving.PATIENCE_S", 0.05)
+    task, let_go, real = make_task(**EVERY_SECOND), threading.Event(), storage.move_there
+
+    def move(path, uri):
+        if "step-00000004" in uri:
+            let_go.wait(60)
+        real(path, uri)
+
+    class Watched(FakeEngine):
+        def step(self, state, batch):
+            if state + 1 == 9:
+                seen.append(there(task))
+                let_go.set()
+                settle()
+            return super().step(state, batch)
+
+    seen = []
+    monkeypatch.setattr(storage, "move_there", move)
+    events = run(task, Watched())
+    assert seen == [(2, [])]
+    said = [event["text"] for event in events if event.get("event") == "warning"]
+    assert said == [
+        f"the checkpoint of step {step} is left out: the one before it is still being written" for step in (6, 8)
+    ]
+    assert [event["step"] for event in events if event.get("event") == "checkpoint"] == [2, 4, 10]
+    assert there(task) == (10, [])
+
+
+def test_a_rank_deletes_what_its_own_saves_have_left_and_nobody_elses(make_task):
+    task = make_task()
+    parts = checkpoints.parts_of(task.run_folder)
+    ours = {"step-00000002-1", "step-00000002-1.orbax-checkpoint-tmp", "step-00000002-1.orbax-checkpoint-tmp-10"}
+    theirs = {"step-00000002-10", "step-00000002-11.tmp", "step-00000001-0", "step-00000002-0.orbax-checkpoint-tmp-1"}
+    for name in ours | theirs:
+        Path(parts, name).mkdir(parents=True)
+    engine = FakeEngine()
+    saving = Saving(task, engine, LocalSession(rank=1, workers=20), lambda step, metrics: None)
+    assert saving.begin(5, 5, 5)
+    settle()
+    assert {path.name for path in parts.iterdir()} == theirs
+    assert (Path(checkpoints.folder_of(task.run_folder, 5)) / "state").read_text() == "5"
+
+
+# Checkpoints that are damaged
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda folder: Path(folder, "state").unlink(), "state is missing"),
+        (lambda folder: Path(folder, "state").write_text(""), "state was altered"),  # cut off
+        (lambda folder: Path(folder, "state").write_text("9"), "state was altered"),
+        (lambda folder: Path(folder, "checkpoint.json").write_text('{"step": 8'), "checkpoint.json cannot be read"),
+    ],
+    ids=["missing", "truncated", "altered", "marker"],
+)
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning_for_the_one_before(make_task, damage, reason):
+    task = make_task(**{"training.checkpoint_every": 4, "training.steps": 8})
+    run(task, FakeEngine())
+    damage(checkpoints.folder_of(task.run_folder, 8))
+    longer = replace(task, recipe=load_recipe("tiny", {**task.recipe.to_dict(), "training.steps": 10}))
+    engine = FakeEngine()
+    events = run(longer, engine)
+    warnings = [event["text"] for event in events if event.get("event") == "warning"]
+    assert warnings == [f"checkpoint of step 8 is damaged ({reason}); the one before it is used"]
+    assert next(event["step"] for event in events if event.get("event") == "resume") == 4
+    assert len(engine.batches) == 6
+    np.testing.assert_array_equal(engine.batches[0], task.feed.rows(4, [0, 1, 2, 3]))
+    assert [checkpoints.find(task.run_folder, step).step for step in (8, 10)] == [8, 10]  # step 8's is whole again
 
 
 def test_a_task_shows_no_secrets_where_ray_shows_it(make_task):

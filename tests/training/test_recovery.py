@@ -12,8 +12,12 @@ import pytest
 
 import raygpt
 from raygpt.errors import RaygptError
+from raygpt.recipes import check_part
 from raygpt.testing.chaos import losses, read_metrics
 from raygpt.testing.faults import VARIABLE
+from raygpt.training.launch import fit
+from raygpt.training.mailbox import open_mailbox
+from raygpt.training.scaling import choose_workers
 from raygpt.training.stopping import ask_to_stop
 
 SMALL = {
@@ -50,6 +54,48 @@ def test_a_worker_that_hangs_is_noticed_and_shows_where(ray_cluster, recipe, und
     log = Path(result.path, "logs", "worker-0.log").read_text()
     assert "Timeout" in log
     assert "in strike" in log  # the line that it hung at
+
+
+@pytest.mark.slow
+def test_where_one_worker_hangs_all_show_where_they_are(ray_cluster, recipe, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "hang@8:1")
+    asked = {"run.name": "both", "cluster.workers": 2, "training.steps": 10, "training.hang_after": 20}
+    result = raygpt.train("tiny", **recipe, **asked)
+    assert result.error is None
+    waits, hangs = (Path(result.path, "logs", f"worker-{rank}.log").read_text() for rank in (0, 1))
+    for log in (waits, hangs):
+        assert "Timeout" in log
+        assert "loop.py" in log  # the stack of the thread that trains
+    assert "in strike" in hangs
+    assert "in strike" not in waits
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_driver_that_gives_up_where_ray_lives_on(ray_cluster, tmp_path):
+    def work(config):  # a closure, so that Ray sends it by value
+        import os
+        import time
+        from pathlib import Path
+
+        import ray.train
+
+        rank = ray.train.get_context().get_world_rank()
+        Path(config["folder"], f"{rank}.pid").write_text(str(os.getpid()))
+        while True:
+            time.sleep(0.1)
+
+    def poll():
+        if len(list(tmp_path.glob("*.pid"))) == 2:
+            raise RaygptError("taken over by somebody else")
+
+    workers, mailbox = choose_workers(check_part("cluster", {"workers": 2})), open_mailbox()
+    with pytest.raises(RaygptError, match="taken over"):
+        fit(work, {"folder": str(tmp_path)}, workers, str(tmp_path / "run"), mailbox, lambda event: None, poll=poll)
+    deadline = time.monotonic() + 60
+    for path in tmp_path.glob("*.pid"):
+        while Path("/proc", path.read_text()).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
 
 def test_a_fault_that_comes_back_at_its_step_ends_the_run_with_that_diagnosis(ray_cluster, recipe, monkeypatch):
@@ -118,7 +164,7 @@ def test_a_driver_may_be_killed_interrupted_and_stopped_from_elsewhere(driver, r
     interrupted.send_signal(signal.SIGINT)
     output = interrupted.communicate(timeout=120)[0]
     assert interrupted.returncode == 130, output
-    assert "SIGINT, once more to stop at once: saving after the next logged step" in output
+    assert "SIGINT, once more to stop at once: saving after one of the next steps" in output
     assert "the same command goes on from there" in output
     stopped = driver("driven")
     done = losses(folder)[-1][0]
