@@ -5,7 +5,7 @@ several workers that need the same row.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -97,3 +97,19 @@ def _read_rows(
     batch, row = np.divmod(numbers["id"], len(rows))
     windows = feed.windows((batches.start + batch * batches.step) * feed.batch_rows + rows[row])
     return {"x": windows[:, :-1], "y": windows[:, 1:]}
+
+
+def val_windows(
+    streams: Sequence[TokenStream], context: int, rows: int, limit: int | None = None
+) -> Iterator[NDArray[np.int32]]:
+    """All validation windows, `context` apart, some rows at a time; or as many as `limit`, evenly spread over them.
+
+    Always the same, in the same order.
+    """
+    counts = [window_count(len(stream), context) for stream in streams]
+    total = sum(counts)
+    chosen = np.arange(total) if limit is None or limit >= total else np.arange(limit) * total // limit
+    for stream, count, first in zip(streams, counts, np.cumsum([0, *counts]), strict=False):
+        starts = (chosen[(chosen >= first) & (chosen < first + count)] - first) * context
+        for begin in range(0, len(starts), rows):
+            yield stream.windows(starts[begin : begin + rows], context + 1)

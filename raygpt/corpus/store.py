@@ -34,6 +34,7 @@ VERSION = 1
 # magic, version, bytes per id, count, tokenizer fingerprint, documents, bytes of text, last part of its unit
 HEADER = struct.Struct("<8sHHQ16sQQH")
 HEADER_BYTES = 64
+STORES = "stores"  # beside the runs: prepared tokens, which runs share
 INDEX, PLAN = "index.json", "plan.json"
 FAILED = "failed.txt"  # why prepare stopped, for those who read what it writes
 

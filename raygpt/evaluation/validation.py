@@ -7,18 +7,16 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from raygpt import storage
+from raygpt.corpus.feed import val_windows
 from raygpt.corpus.mixture import open_mixture
 from raygpt.corpus.order import window_count
-from raygpt.corpus.store import TokenStore, TokenStream, open_store
+from raygpt.corpus.store import STORES, TokenStore, TokenStream, open_store
 from raygpt.errors import RaygptError
 from raygpt.evaluation.continuations import TOKENS, Watch
 from raygpt.evaluation.tasks import Result, standard_error
 from raygpt.inference.loaded import Loaded
 from raygpt.interop.tokenizer_json import byte_lengths
 from raygpt.runs import OpenRun
-from raygpt.training.loop import val_windows
-
-STORES = "stores"  # beside the runs, as `training/launch.py` has it
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from raygpt.corpus import tokenizers
 from raygpt.corpus.feed import Feed, rows_of_worker, windows_dataset
 from raygpt.corpus.mixture import Mixture, growing_text, open_growing, open_mixture
 from raygpt.corpus.prepare import Watch
+from raygpt.corpus.store import STORES
 from raygpt.engines.torch import require_torch
 from raygpt.errors import RaygptError
 from raygpt.evaluation import prompts
@@ -41,7 +42,6 @@ from raygpt.training.worker import work
 if TYPE_CHECKING:
     from ray.data import DataIterator
 
-STORES = "stores"  # beside the runs: prepared tokens, which runs share
 POLL_S = 0.2
 RAYS_OWN = "checkpoint_manager_snapshot.json"  # refuses to start where a checkpoint that it names was pruned since
 

@@ -11,14 +11,13 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from raygpt.corpus.order import window_count
-from raygpt.corpus.store import TokenStream
+from raygpt.corpus.feed import val_windows
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.engines import read_weights
 from raygpt.engines.base import Engine
@@ -339,19 +338,3 @@ def read_ahead(items: Iterator[Any], ahead: int) -> Iterator[tuple[Any, float]]:
         stopped.set()
         with contextlib.suppress(queue.Empty):
             ready.get_nowait()  # a thread that waits for room sees that it should stop
-
-
-def val_windows(
-    streams: Sequence[TokenStream], context: int, rows: int, limit: int | None = None
-) -> Iterator[np.ndarray[Any, Any]]:
-    """All validation windows, `context` apart, some rows at a time; or as many as `limit`, evenly spread over them.
-
-    Always the same, in the same order.
-    """
-    counts = [window_count(len(stream), context) for stream in streams]
-    total = sum(counts)
-    chosen = np.arange(total) if limit is None or limit >= total else np.arange(limit) * total // limit
-    for stream, count, first in zip(streams, counts, np.cumsum([0, *counts]), strict=False):
-        starts = (chosen[(chosen >= first) & (chosen < first + count)] - first) * context
-        for begin in range(0, len(starts), rows):
-            yield stream.windows(starts[begin : begin + rows], context + 1)

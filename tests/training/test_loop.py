@@ -17,12 +17,12 @@ import pytest
 
 from raygpt import storage
 from raygpt.corpus import tokenizers
-from raygpt.corpus.feed import Feed
+from raygpt.corpus.feed import Feed, val_windows
 from raygpt.corpus.nanogpt import open_nanogpt
 from raygpt.errors import RaygptError, StorageError
 from raygpt.recipes import load_recipe
 from raygpt.training import checkpoints
-from raygpt.training.loop import Loop, read_ahead, val_windows
+from raygpt.training.loop import Loop, read_ahead
 from raygpt.training.saving import Saving
 from raygpt.training.session import LocalSession, Orders
 from raygpt.training.task import Task
