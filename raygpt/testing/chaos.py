@@ -40,8 +40,12 @@ class Chaos:
 
 def chaos(recipe: str, *, kills: int, seed: int, home: str, **overrides: Any) -> Chaos:
     """Train a recipe undisturbed, then with SIGKILLs of random workers at random steps, some during a save."""
-    loaded = load_recipe(recipe, overrides)
-    faults = choose_kills(loaded, kills, seed)
+    faults = choose_kills(load_recipe(recipe, overrides), kills, seed)
+    return disturb(recipe, faults, home=home, **overrides)
+
+
+def disturb(recipe: str, faults: list[str], *, home: str, **overrides: Any) -> Chaos:
+    """Train a recipe undisturbed, then with these faults (see faults.py), in the order in which they strike."""
     straight, undisturbed_s = _timed(recipe, "undisturbed", home, overrides)
     with patch.dict(os.environ, {VARIABLE: " ".join(faults)}):
         killed, disturbed_s = _timed(recipe, "disturbed", home, overrides)

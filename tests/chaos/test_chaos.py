@@ -2,7 +2,7 @@
 
 import pytest
 
-from raygpt.testing.chaos import chaos, losses, read_metrics
+from raygpt.testing.chaos import chaos, disturb, losses, read_metrics
 
 SMALL = {
     "model": {"layers": 1, "heads": 2, "width": 16, "context": 16, "dropout": 0.1},
@@ -15,17 +15,19 @@ EVERY = 5
 
 @pytest.fixture
 def survive(ray_cluster, s3, tmp_path):
-    """Kill so often in so many steps: what came of it, and the disturbed run."""
+    """Kill so often in so many steps, or strike as is said: what came of it, and the disturbed run."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"the cat sat on mat {n % 7}\n<|endoftext|>\n" for n in range(400)))
 
-    def run(engine, kills, steps, where="folder"):
+    def run(engine, kills, steps, where="folder", faults=()):
         training = {"batch_tokens": 5 * 16, "steps": steps, "log_every": 1, "eval_every": 10, "checkpoint_every": EVERY}
         if engine == "torch":
             pytest.importorskip("torch", reason="needs the extra torch")
-        changes = {"engine": engine, "training": training, "data.source": str(text)}
+        changes = {**SMALL, "engine": engine, "training": training, "data.source": str(text)}
         home = str(tmp_path) if where == "folder" else f"{s3}/chaos-{engine}"
-        return chaos("tiny", kills=kills, seed=1, home=home, **SMALL, **changes), f"{home}/disturbed"
+        if faults:
+            return disturb("tiny", list(faults), home=home, **changes), f"{home}/disturbed"
+        return chaos("tiny", kills=kills, seed=1, home=home, **changes), f"{home}/disturbed"
 
     return run
 
@@ -48,3 +50,10 @@ def test_three_kills_leave_no_trace_in_the_numbers(survive, engine, where):
 @pytest.mark.parametrize("engine", ["jax", "torch"])
 def test_twenty_kills_leave_no_trace_in_the_numbers(survive, engine):
     check(*survive(engine, kills=20, steps=150), kills=20, steps=150)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["jax", "torch"])
+def test_a_segmentation_fault_and_an_exception_leave_none_either(survive, engine):
+    result, folder = survive(engine, kills=0, steps=20, faults=("segfault@8", "raise@12:1"))
+    check(result, folder, kills=2, steps=20)

@@ -110,3 +110,20 @@ def test_a_storage_that_a_node_does_not_share_is_refused_before_anything_starts(
     assert f"run.storage: {tmp_path}/split is not the same folder on node" in said
     assert "write a folder that all nodes share (NFS), or s3://bucket/path" in said
     assert not (tmp_path / "split" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("token", [None, "0" * 64], ids=["none", "another"])
+def test_who_has_not_the_clusters_token_is_refused(head, environment, tmp_path, token):
+    address, _ = head
+    stranger = {key: value for key, value in environment.items() if not key.startswith("RAY_AUTH")}
+    stranger |= {"HOME": str(tmp_path), "RAY_ADDRESS": address}
+    if token:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text(token)
+    command = [sys.executable, "-m", "raygpt", "train", "tiny", *words(tmp_path, **{"run.name": "strange"})]
+    done = subprocess.run(command, env=stranger, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 1
+    assert f"the Ray cluster at RAY_ADDRESS={address} wants its token; copy ~/.ray/auth_token" in " ".join(
+        done.stderr.split()
+    )
+    assert not (tmp_path / "strange" / "metrics.jsonl").exists()

@@ -15,6 +15,7 @@ from raygpt.errors import RaygptError
 from raygpt.recipes import check_part
 from raygpt.testing.chaos import losses, read_metrics
 from raygpt.testing.faults import VARIABLE
+from raygpt.training import checkpoints
 from raygpt.training.launch import fit
 from raygpt.training.mailbox import open_mailbox
 from raygpt.training.scaling import choose_workers
@@ -121,12 +122,12 @@ def driver(recipe):
     """`raygpt train` in a process of its own, with a cluster of its own."""
     started = []
 
-    def start(name):
+    def start(name, **variables):
         words = [f"{key}={value}" for key, value in recipe.items() if not isinstance(value, dict)]
         for part, values in SMALL.items():
             words += [f"{part}.{key}={value}" for key, value in values.items()]
         words += ["training.steps=4000", f"run.name={name}"]
-        environment = {**os.environ, "PYTHONPATH": str(Path(raygpt.__file__).parents[1])}
+        environment = {**os.environ, **variables, "PYTHONPATH": str(Path(raygpt.__file__).parents[1])}
         command = [sys.executable, "-m", "raygpt", "train", "tiny", *words]
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -150,6 +151,16 @@ def wait_for_step(folder, step, process):
             return
         time.sleep(0.1)
     raise AssertionError(process.communicate(timeout=30)[0])
+
+
+def wait_for_line(text, process):
+    """Until a process has said it."""
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if text in line:
+            return
+    raise AssertionError("".join(said))
 
 
 @pytest.mark.slow
@@ -178,3 +189,27 @@ def test_a_driver_may_be_killed_interrupted_and_stopped_from_elsewhere(driver, r
     assert logged[:40] == losses(undisturbed.path)
     with pytest.raises(RaygptError, match="is not being trained"):
         ask_to_stop(folder)
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_waits_for_nobody_and_a_closed_terminal_saves(driver, recipe, undisturbed):
+    folder = f"{recipe['run.storage']}/twice"
+    hung = driver("twice", **{VARIABLE: "hang@13"})  # it will never save
+    wait_for_step(folder, 12, hung)
+    hung.send_signal(signal.SIGINT)
+    wait_for_line("once more to stop at once", hung)
+    hung.send_signal(signal.SIGINT)
+    output = hung.communicate(timeout=60)[0]
+    assert hung.returncode == 130, output
+    assert checkpoints.find_newest(folder).step == 10
+    closed = driver("twice")
+    wait_for_step(folder, 50, closed)
+    closed.send_signal(signal.SIGHUP)
+    output = closed.communicate(timeout=120)[0]
+    assert closed.returncode == 130, output
+    assert "SIGHUP, once more to stop at once" in output
+    logged = losses(folder)
+    assert checkpoints.find_newest(folder).step == len(logged)
+    assert [step for step, _ in logged] == list(range(1, len(logged) + 1))
+    assert logged[:40] == losses(undisturbed.path)
+    assert [line["step"] for line in read_metrics(folder) if "restart" in line] == [10]
