@@ -219,3 +219,11 @@ def test_a_store_of_another_corpus_is_not_written_over(ray_cluster, raygpt, text
     message = fails(raygpt("prepare", text, "--out", "store", "--tokenizer", "char"))
     assert "holds tokens of another source, tokenizer or setting" in message
     assert {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()} == before
+
+
+def test_a_prompt_that_the_tokenizer_cannot_read_is_refused_before_the_run_starts(ray_cluster, raygpt, text, tmp_path):
+    words = ("train", "tiny", f"data.source={text}", *SHORT, "data.tokenizer=char", "training.prompts=[Doc, D€]")
+    message = fails(raygpt(*words))
+    assert message.startswith("training.prompts: 'D€' cannot be read: the character '€' (U+20AC) is not among")
+    assert message.endswith("; leave it out")
+    assert not (tmp_path / "runs" / "tiny").exists()

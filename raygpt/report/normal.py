@@ -29,9 +29,8 @@ NEIGHBOURS = 4  # points to either side whose spread is pooled
 # Two-sided 95 % of Student's t for 1 to 30 degrees of freedom; beyond that it hardly falls.
 T95 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
 T95 += [2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042]
-ASKED = tuple(f"training.{key}" for key in ("eval_tasks", "eval_items", "prompts"))  # of a model on the way
 # What a loss at step N does not depend on, but for rounding and chance: what may change when a run goes on, and
-FREE = (*resume.FREE, *ASKED, "engine", "model.precision", "model.implementation", "training.seed")
+FREE = (*resume.FREE, "engine", "model.precision", "model.implementation", "training.seed")
 
 
 @dataclass(frozen=True)
