@@ -87,7 +87,7 @@ def stop(run: Annotated[str, typer.Argument(help="The directory of a run that is
     from raygpt.training.stopping import ask_to_stop
 
     holder = ask_to_stop(storage.absolute(run))
-    print(f"asked {holder} to stop; it saves after its next logged step")
+    print(f"asked {holder} to stop; it saves after one of its next steps")
 
 
 @app.command()
