@@ -6,6 +6,7 @@ benchmarks/step.py recorded, with hardware, versions and date.
 
 import importlib.resources
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -144,9 +145,10 @@ def _engine(work: Work) -> Any:
 def _devices(engine: str) -> Any:
     try:
         if engine == "jax":
-            from raygpt.engines.jax.processes import use_cores
+            from raygpt.engines.jax.processes import COUNT, use_cores
 
-            use_cores(cores())
+            if COUNT not in os.environ.get("XLA_FLAGS", ""):
+                use_cores(cores())
         return devices_of(engine)
     except ImportError as error:
         raise RaygptError(f"engine {engine} is not installed; write pip install 'raygpt[{engine}]'") from error

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CACHE = "~/.cache/raygpt/compiled"
+COUNT = "--xla_force_host_platform_device_count"
 THREADS = 16  # of XLA's pool for each device of a CPU. A device that waits for another in an all-reduce holds a thread;
 #               with one for each core, two all-reduces at once held them all, and the step never ended
 
@@ -27,9 +28,8 @@ def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cores
 def use_cores(cores: int) -> None:
     """Each core of a CPU is a device: XLA computes the small matrix products of small models on one core."""
     os.environ.setdefault("NPROC", str(THREADS * cores))
-    flags, option = os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count"
-    if option not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {option}={cores}".strip()
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} {COUNT}={cores}".strip()  # the last counts
     import jax
 
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # steps that wait in line would hold threads, too
