@@ -143,6 +143,7 @@ def _engine(work: Work) -> Any:
 
 
 def _devices(engine: str) -> Any:
+    """What an engine finds here; JAX on a CPU as in training, unless the environment says how many devices it has."""
     try:
         if engine == "jax":
             from raygpt.engines.jax.processes import COUNT, use_cores

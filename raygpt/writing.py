@@ -12,8 +12,9 @@ from raygpt import console
 from raygpt.console import _printable as printable
 from raygpt.console import err, out
 from raygpt.errors import RaygptError
-from raygpt.inference.generate import Manner, Sample, encode_prompt, generate
+from raygpt.inference.generate import Manner, Sample, generate
 from raygpt.inference.loaded import Loaded
+from raygpt.inference.sampling import encode_prompt
 
 
 def seed(given: int | None) -> int:

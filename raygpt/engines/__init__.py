@@ -26,7 +26,7 @@ def read_parameters(name: str, folder: str, model: Model, vocab: int) -> Arrays:
 
 
 def devices_of(name: str) -> Any:
-    """What an engine finds on this machine: `names`, `is_accelerated`, `peak_bytes`. Its model is not imported."""
+    """What an engine finds here: `names`, `is_accelerated`, `peak_bytes`, and JAX's `one`. No model is imported."""
     return import_module(f"raygpt.engines.{name}.devices")
 
 

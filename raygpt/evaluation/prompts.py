@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from raygpt.config import shown
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.errors import RaygptError
-from raygpt.inference.sampling import Writer, sample
+from raygpt.inference.sampling import Writer, encode_prompt, sample
 
 TOKENS = 200  # new ones, where the context has room for them
 
@@ -31,18 +31,10 @@ def write(model: Writer, state: Any, tokenizer: Tokenizer, prompts: Sequence[str
 def encode(tokenizer: Tokenizer, prompts: Sequence[str], context: int) -> list[NDArray[np.int32]]:
     """The ids of each; those of a document's beginning where there is none. Refuses what cannot be written on from."""
     if not prompts:
-        return [np.array([tokenizer.end_of_text], dtype=np.int32)]
-    return [_ids(tokenizer, prompt, context) for prompt in prompts]
-
-
-def _ids(tokenizer: Tokenizer, prompt: str, context: int) -> NDArray[np.int32]:
-    try:
-        ids = tokenizer.encode([prompt])[0].astype(np.int32)
-    except RaygptError as error:  # a char tokenizer knows its own corpus' characters
-        cause = str(error).partition(";")[0]
-        raise RaygptError(f"training.prompts: {shown(prompt)} cannot be read: {cause}; leave it out") from None
-    if len(ids) >= context:
-        raise RaygptError(
-            f"training.prompts: {shown(prompt)} has {len(ids)} tokens, and the model sees {context}; shorten it"
-        )
-    return ids
+        return [encode_prompt(tokenizer, None)]
+    names = [f"training.prompts: {shown(prompt)}" for prompt in prompts]
+    encoded = [encode_prompt(tokenizer, prompt, name) for prompt, name in zip(prompts, names, strict=True)]
+    for name, ids in zip(names, encoded, strict=True):
+        if len(ids) >= context:
+            raise RaygptError(f"{name} has {len(ids)} tokens, and the model sees {context}; shorten it")
+    return encoded

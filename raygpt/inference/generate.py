@@ -4,12 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raygpt.corpus.tokenizers import Tokenizer
-from raygpt.errors import RaygptError
 from raygpt.inference.loaded import Loaded
-from raygpt.inference.sampling import stream
+from raygpt.inference.sampling import encode_prompt, stream
 
 UNFINISHED = "�"  # what a character shows as while some of its bytes are still to come
 
@@ -101,21 +99,6 @@ def generate(
     rest = [text.finish() for text in texts]
     show(rest[0])
     return texts
-
-
-def encode_prompt(tokenizer: Tokenizer, prompt: str | None) -> NDArray[np.int32]:
-    """Its ids; those of a document's beginning where there is none."""
-    if prompt is None:
-        return np.array([tokenizer.end_of_text], dtype=np.int32)
-    try:
-        ids = tokenizer.encode([prompt])[0].astype(np.int32)
-    except UnicodeEncodeError:
-        raise RaygptError("the prompt is not UTF-8 text; write it in UTF-8") from None
-    except RaygptError as error:
-        raise RaygptError(f"the prompt cannot be read: {str(error).partition(';')[0]}; leave it out") from None
-    if not len(ids):
-        raise RaygptError("the prompt is empty; write some text, or leave it out to begin as a document does")
-    return ids
 
 
 def _said_once(note: Callable[[str], None], context: int) -> Callable[[int], None]:

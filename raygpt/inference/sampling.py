@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.errors import RaygptError
 
 Logits = NDArray[np.floating[Any]]
@@ -24,6 +25,21 @@ class Writer(Protocol):
     def decode(self, state: Any, ids: NDArray[np.int32], start: int, cache: Any) -> tuple[Logits, Any]:
         """The same for ids [rows, time] that follow `start` earlier ones."""
         ...
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str | None, name: str = "the prompt") -> NDArray[np.int32]:
+    """Its ids; those of a document's beginning where there is none. Errors call it by its name."""
+    if prompt is None:
+        return np.array([tokenizer.end_of_text], dtype=np.int32)
+    try:
+        ids = tokenizer.encode([prompt])[0].astype(np.int32)
+    except UnicodeEncodeError:
+        raise RaygptError(f"{name} is not UTF-8 text; write it in UTF-8") from None
+    except RaygptError as error:  # a char tokenizer knows its own corpus' characters
+        raise RaygptError(f"{name} cannot be read: {str(error).partition(';')[0]}; leave it out") from None
+    if not len(ids):
+        raise RaygptError(f"{name} is empty; write some text, or leave it out to begin as a document does")
+    return ids
 
 
 def sample(

@@ -8,8 +8,8 @@ import pytest
 from raygpt.config import Model
 from raygpt.corpus.tokenizers import Bytes, Char
 from raygpt.errors import RaygptError
-from raygpt.inference.generate import Sample, encode_prompt
-from raygpt.inference.sampling import sample, stream
+from raygpt.inference.generate import Sample
+from raygpt.inference.sampling import encode_prompt, sample, stream
 
 
 def written(text, stop=()):

@@ -57,7 +57,7 @@ def splash(mesh: Mesh, interpret: bool = False) -> Attention:
         _, time, heads, size = query.shape
         kernel = _splash_kernel(time, heads, interpret)
         by_heads = [_by_heads(x) for x in (query * size**-0.5, key, value)]  # [rows, heads, time, head_dim]
-        return jnp.swapaxes(jax.vmap(kernel)(*by_heads), 1, 2)
+        return _by_heads(jax.vmap(kernel)(*by_heads))
 
     # Without check_vma: what the kernel returns does not say along which axes it varies.
     return jax.shard_map(attention, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

@@ -58,7 +58,6 @@ class Metrics(NamedTuple):
 def make_losses(graph: Any, attention: Attention, mesh: Mesh, vocab: int, layers: Layers) -> Losses:
     """The forward pass: (parameters, inputs, targets, weights, dropout's keys) to the weighted sum of the rows' losses
     and each row's, a row's loss being the sum over its tokens."""
-
     compute = make_forward(graph, attention, mesh, layers)
 
     def losses(
