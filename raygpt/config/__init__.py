@@ -1,0 +1,143 @@
+"""Recipe and its parts: one validated object, made once by `recipes.load_recipe` and passed down.
+
+A recipe is YAML in parts (`model`, `data`, `optimizer`, …), each a frozen pydantic model in a file of this folder. Keys
+are written dotted in overrides and in errors: `training.steps`. Validators raise ValueError with the whole line, key
+included; `load_recipe` turns it into a RaygptError.
+"""
+
+from math import gcd
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import Field, model_validator
+
+from raygpt.config.cluster import Cluster, Mesh
+from raygpt.config.data import Data, Source
+from raygpt.config.model import PRESETS, Model
+from raygpt.config.parts import Part, multiples_around, shown
+from raygpt.config.run import Run, Track
+from raygpt.config.training import TASKS, Optimizer, Schedule, Training
+from raygpt.errors import RaygptError
+
+__all__ = [
+    "PRESETS",
+    "TASKS",
+    "Cluster",
+    "Data",
+    "Mesh",
+    "Model",
+    "Optimizer",
+    "Part",
+    "Recipe",
+    "Run",
+    "Schedule",
+    "Source",
+    "Track",
+    "Training",
+    "shown",
+]
+
+
+class Recipe(Part):
+    """Everything that decides a run. Made by `load_recipe`."""
+
+    engine: Literal["jax", "torch"] = Field("jax", description="What computes: JAX or PyTorch.")
+    model: Model = Field(Model(), description="What is trained.")
+    data: Data = Field(Data(), description="What it is trained on.")
+    optimizer: Optimizer = Field(Optimizer(), description="How a gradient becomes a step.")
+    schedule: Schedule = Field(Schedule(), description="The learning rate over the steps.")
+    training: Training = Field(Training(), description="How long and in what batches.")
+    cluster: Cluster = Field(Cluster(), description="Where it runs.")
+    run: Run = Field(Run(), description="Where its results go.")
+    track: Track = Field(Track(), description="Who else is told of its metrics.")
+
+    @model_validator(mode="after")
+    def _batch_is_whole_rows(self) -> Self:
+        tokens, context = self.training.batch_tokens, self.model.context
+        if tokens % context:
+            raise ValueError(
+                f"training.batch_tokens: {tokens} is not a multiple of model.context {context}, "
+                f"and a batch is whole rows; write {multiples_around(tokens, context)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> Self:
+        warmup, steps = self.schedule.warmup_steps, self.training.steps
+        if steps is None:
+            return self  # looked at again when epochs have become steps
+        if warmup > steps:
+            raise ValueError(
+                f"schedule.warmup_steps: {warmup} is more than training.steps {steps}; write {steps} or less"
+            )
+        falling = round(self.schedule.decay_share * steps) if self.schedule.kind == "wsd" else 0
+        if warmup + falling > steps:
+            raise ValueError(
+                f"schedule.warmup_steps: {warmup} reaches into the last {falling} of training.steps {steps}, "
+                f"in which schedule.decay_share lets the rate fall; write {steps - falling} or less"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _transformers_model_fits(self) -> Self:
+        if self.model.implementation == "huggingface" and self.engine != "torch":
+            raise ValueError(f"model.implementation: huggingface is not for engine {self.engine}; write engine: torch")
+        if self.model.implementation == "huggingface" and not self.model.bias:
+            raise ValueError("model.bias: transformers' GPT-2 always has biases; write model.implementation: raygpt")
+        if self.model.implementation == "huggingface" and self.cluster.mesh.tensor != 1:
+            raise ValueError(
+                f"cluster.mesh.tensor: {self.cluster.mesh.tensor} is not for transformers' GPT-2; "
+                "write cluster.mesh.fsdp instead, or model.implementation: raygpt"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_can_compile_so(self) -> Self:
+        how = self.training.compile
+        if how == {"jax": "off", "torch": "scanned"}[self.engine]:
+            raise ValueError(f"training.compile: {how} is not for engine {self.engine}; write training.compile: auto")
+        return self
+
+    @model_validator(mode="after")
+    def _engine_can_use_the_cluster(self) -> Self:
+        if self.engine != "torch":
+            return self
+        context = self.cluster.mesh.context
+        if context != 1:
+            raise ValueError(
+                f"cluster.mesh.context: {context} is not for engine torch; write cluster.mesh.tensor instead, "
+                "or engine: jax"
+            )
+        if self.cluster.accelerator == "tpu" or self.cluster.topology:
+            key = "accelerator: tpu" if self.cluster.accelerator == "tpu" else f"topology: {self.cluster.topology}"
+            raise ValueError(f"cluster.{key} is not for engine torch, which knows no TPU; write engine: jax")
+        return self
+
+    @model_validator(mode="after")
+    def _mesh_divides_model(self) -> Self:
+        mesh, model = self.cluster.mesh, self.model
+        for axis, size, key, whole in (
+            ("tensor", mesh.tensor, "heads", model.heads),
+            ("context", mesh.context, "context", model.context),
+        ):
+            if size > 0 and whole % size:
+                wrong = f"cluster.mesh.{axis}: {size} does not divide model.{key} {whole}"
+                raise ValueError(f"{wrong}; write {gcd(size, whole)}")
+        return self
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in all, which `plan.in_steps` works out where the recipe has epochs."""
+        if self.training.steps is None:
+            raise RaygptError(
+                f"training.epochs: {self.training.epochs} is no number of steps before its corpus is known"
+            )
+        return self.training.steps
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every key with its value, as plain YAML and JSON types."""
+        return self.model_dump(mode="json")
+
+    def to_yaml(self) -> str:
+        """Every key with its value; `load_recipe` makes an equal Recipe of it."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)  # ASCII: PyYAML reads U+0085 in a name as a newline

@@ -1,0 +1,122 @@
+"""`data`: the text, how it becomes tokens, and which of it is kept for validation."""
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+
+from raygpt.config.parts import SEEDS, Part, Real, Whole, refuse_credentials, shown
+
+MIN_BPE = 258  # 256 bytes, end of text and one merge
+
+
+class Source(Part):
+    """One text of a mixture."""
+
+    source: str = Field(min_length=1, description="A name or path, as in data.source.")
+    weight: Real = Field(gt=0, description="Its share of the windows, relative to the other weights.")
+
+
+def _one_or_mixture(source: object) -> str:
+    return "mixture" if isinstance(source, list | tuple) else "one"
+
+
+def _share_or_source(val: object) -> object:
+    """'0.05' -> 0.05, and text that is no number is a source."""
+    try:
+        share = float(str(val))
+    except ValueError:
+        if isinstance(val, str) and val:
+            return val
+        share = 0.0
+    if not 0 < share < 1:
+        raise ValueError(f"data.val: {shown(val)} is no share between 0 and 1; write e.g. data.val: 0.05")
+    return share
+
+
+class Data(Part):
+    """The text, how it becomes tokens, and which of it is kept for validation."""
+
+    source: Annotated[
+        Annotated[str, Field(min_length=1), Tag("one")] | Annotated[tuple[Source, ...], Tag("mixture")],
+        Discriminator(_one_or_mixture),
+        "text or list of {source, weight}",
+    ] = Field("stdlib", description="A corpus by name, a file, folder or pattern; or a mixture of these.")
+    tokenizer: str = Field(
+        "bpe:4096", description="gpt2, bytes, char, bpe:N (trained on the text), a .json file or a folder."
+    )
+    order: Literal["shuffled", "sequential", "random"] = Field(
+        "shuffled", description="Of windows: each once an epoch, as the text has them, or with replacement."
+    )
+    val: Annotated[float | str, BeforeValidator(_share_or_source), "share or source"] = Field(
+        0.05, description="The validation text: a share of the source, or a source of its own."
+    )
+    split: Literal["documents", "tail", "huggingface"] = Field(
+        "documents", description="How val's share is taken: by a document's hash, off the end, or as datasets does."
+    )
+    split_seed: Whole = Field(2357, ge=0, lt=SEEDS, description="Decides which documents or rows val gets.")
+    column: str = Field("text", min_length=1, description="Where jsonl and parquet hold the text.")
+    limit: Annotated[Whole, Field(gt=0)] | None = Field(
+        None, description="Only so many rows of each source, its first: lines of text, rows of jsonl and parquet."
+    )
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _known_tokenizer(cls, name: str) -> str:
+        refuse_credentials("data.tokenizer", name)
+        bpe = re.fullmatch(r"bpe:([0-9]{1,9})", name)
+        is_path = name.endswith(".json") or "/" in name
+        if name in ("gpt2", "bytes", "char") or is_path or (bpe and int(bpe[1]) >= MIN_BPE):
+            return name
+        if name.startswith("bpe"):
+            raise ValueError(
+                f"data.tokenizer: {shown(name)} is not bpe:N with a whole N of at least {MIN_BPE}; "
+                "write e.g. data.tokenizer: bpe:4096"
+            )
+        raise ValueError(
+            f"data.tokenizer: {shown(name)} is not gpt2, bytes, char, bpe:N, a .json file or a ./folder; "
+            "write e.g. data.tokenizer: bpe:4096"
+        )
+
+    @field_validator("source", "val")
+    @classmethod
+    def _hold_no_credentials(cls, value: Any, info: ValidationInfo) -> Any:
+        parts = value if isinstance(value, tuple) else [value]
+        for part in parts:
+            refuse_credentials(f"data.{info.field_name}", getattr(part, "source", str(part)))
+        return value
+
+    @model_validator(mode="after")
+    def _texts_are_distinct(self) -> Self:
+        names = [part.source for part in self.sources]
+        if not names:
+            raise ValueError("data.source: the mixture is empty; write e.g. data.source: stdlib")
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice:
+            raise ValueError(f"data.source: {shown(twice)} is in the mixture twice; write it once")
+        if self.val in names:
+            raise ValueError(f"data.val: {shown(self.val)} is also trained on; write e.g. data.val: 0.05")
+        return self
+
+    @model_validator(mode="after")
+    def _split_has_a_share(self) -> Self:
+        if isinstance(self.val, str) and self.split != "documents":
+            raise ValueError(
+                f"data.split: {self.split} needs a share, but data.val is the source {shown(self.val)}; "
+                "write e.g. data.val: 0.05, or data.split: documents"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _limit_is_known_to_the_split(self) -> Self:
+        if self.limit and self.split == "huggingface":
+            raise ValueError(
+                f"data.limit: {self.limit} is not for data.split huggingface, which draws from all rows; "
+                "write data.split: documents"
+            )
+        return self
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The mixture; a single source is a mixture of one."""
+        return (Source(source=self.source, weight=1.0),) if isinstance(self.source, str) else self.source

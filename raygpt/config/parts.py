@@ -1,0 +1,51 @@
+"""What the parts of a recipe are made of: their numbers, their strictness, and how a mistake is quoted."""
+
+import re
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+SEEDS = 2**32  # the range that NumPy, JAX and PyTorch all take
+
+
+def _not_bool(value: object) -> object:
+    """Python counts True as 1, a recipe does not: as text it is refused like any other word."""
+    return str(value) if isinstance(value, bool) else value
+
+
+Whole = Annotated[int, BeforeValidator(_not_bool)]
+Real = Annotated[float, BeforeValidator(_not_bool)]
+Beta = Annotated[Real, Field(ge=0, lt=1)]
+
+
+class Part(BaseModel):
+    """A group of keys. Unknown keys are errors; a part without keys (`training:`) is all defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_all_defaults(cls, value: object) -> object:
+        return {} if value is None else value
+
+
+def refuse_credentials(key: str, address: str) -> None:
+    """A recipe is written into its run, where everyone can read it."""
+    if re.match(r"[a-z0-9+.-]+://[^/]*@", address, re.IGNORECASE):
+        where = address.split("@", 1)[0].split("://")[0]
+        raise ValueError(
+            f"{key}: an address with a password in it would be written into the run; write {where}://BUCKET/…, and "
+            "give the credentials by environment variables or your cloud's profile"
+        )
+
+
+def multiples_around(number: int, of: int) -> str:
+    """The multiples of `of` on both sides of `number`, zero left out: '896 or 1024'."""
+    below = number // of * of
+    return f"{below} or {below + of}" if below else f"{of}"
+
+
+def shown(value: object) -> str:
+    """A value as an error quotes it: short, and on one line."""
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,68 @@
+"""`run` and `track`: where the results go, and who else is told."""
+
+import re
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from raygpt.config.parts import Part, Whole, refuse_credentials, shown
+
+
+class Run(Part):
+    """Where its directory lies: storage/name."""
+
+    name: str | None = Field(None, description="Of the run directory; null takes the recipe's name.")
+    storage: str = Field("runs", min_length=1, description="A folder or s3:// address; shared by all nodes.")
+    keep: Whole = Field(3, gt=0, description="Newest checkpoints that are kept.")
+    keep_best: Whole = Field(1, ge=0, description="Checkpoints of the lowest validation loss that are kept besides.")
+    keep_every: Annotated[Whole, Field(gt=0)] | None = Field(
+        None, description="Checkpoints of these multiples of steps are kept for ever."
+    )
+    failed_saves: Whole = Field(5, gt=0, description="Checkpoints in a row that cannot be saved before the run ends.")
+    start_from: str | None = Field(
+        None, description="RUN or RUN@STEP: begin with that run's state, a name in storage or a path."
+    )
+
+    @field_validator("storage")
+    @classmethod
+    def _holds_no_credentials(cls, storage: str) -> str:
+        refuse_credentials("run.storage", storage)
+        return storage
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_plain_folder_name(cls, name: str | None) -> str | None:
+        if name is None:
+            return None
+        if name.lower() == "stores":  # lower: on a Mac, Stores is the same folder
+            raise ValueError(f"run.name: {name!r} is where prepared tokens lie; write e.g. run.name: my-run")
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", name):
+            raise ValueError(
+                f"run.name: {shown(name)} is not 1 to 128 of A-Z a-z 0-9 . _ - without a '.' in front; "
+                "write e.g. run.name: my-run"
+            )
+        return name
+
+
+def _flag_or_address(mlflow: object) -> object:
+    """'true' -> True, and an address stays."""
+    if str(mlflow).lower() in ("true", "false"):
+        return str(mlflow).lower() == "true"
+    if not re.match(r"[a-z+]+:|databricks$", str(mlflow)):
+        raise ValueError(
+            f"track.mlflow: {shown(mlflow)} is neither true nor an address; write true, or e.g. http://host:5000"
+        )
+    refuse_credentials("track.mlflow", str(mlflow))
+    return mlflow
+
+
+class Track(Part):
+    """Trackers; each is an extra of its own name."""
+
+    tensorboard: bool = Field(False, description="Event files in the run's folder: tensorboard --logdir RUN.")
+    wandb: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="A Weights & Biases project; WANDB_MODE=offline keeps it on this disk."
+    )
+    mlflow: Annotated[bool | str, BeforeValidator(_flag_or_address), "true or address"] = Field(
+        False, description="A tracking server's address, or true: mlflow.db beside the runs."
+    )

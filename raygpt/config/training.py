@@ -1,0 +1,176 @@
+"""`optimizer`, `schedule` and `training`: how long, how fast, and what happens on the way."""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+
+from raygpt.config.parts import SEEDS, Beta, Part, Real, Whole, shown
+
+
+class Optimizer(Part):
+    """AdamW."""
+
+    learning_rate: Real = Field(1e-3, gt=0, description="The highest rate; the schedule scales it.")
+    betas: tuple[Beta, Beta] = Field(
+        (0.9, 0.95), description="How much of the gradient's running mean and square each step keeps."
+    )
+    epsilon: Real = Field(1e-8, gt=0, description="Added to the divisor, so that it is never zero.")
+    weight_decay: Real = Field(0.1, ge=0, description="Share of a weight taken off per step, times the rate.")
+    decay: Literal["matrices", "all"] = Field(
+        "matrices", description="What decays: matrices and embeddings only, or biases and norms too."
+    )
+    clip: Annotated[Real, Field(gt=0)] | None = Field(
+        1.0, description="The gradient's largest global norm; null does not clip."
+    )
+
+
+class Schedule(Part):
+    """The learning rate over the steps, as a share of optimizer.learning_rate."""
+
+    kind: Literal["cosine", "linear", "wsd", "constant"] = Field(
+        "cosine", description="The shape after warm-up; wsd is constant, then falls at the end."
+    )
+    warmup_steps: Whole = Field(0, ge=0, description="Steps in which the rate rises from 0.")
+    end: Real = Field(0.1, ge=0, le=1, description="What the rate falls to after the last step, as a share.")
+    decay_share: Real = Field(0.2, gt=0, le=1, description="wsd: the share of steps in which the rate falls.")
+
+    @model_validator(mode="after")
+    def _no_idle_keys(self) -> Self:
+        # Compared with the default, not with "was it written": a resolved recipe writes every key.
+        defaults = {name: field.default for name, field in Schedule.model_fields.items()}
+        if self.kind != "wsd" and self.decay_share != defaults["decay_share"]:
+            raise ValueError(
+                f"schedule.decay_share: {self.decay_share} has no effect with schedule.kind {self.kind}; "
+                "write schedule.kind: wsd, or leave schedule.decay_share at 0.2"
+            )
+        if self.kind == "constant" and self.end != defaults["end"]:
+            raise ValueError(
+                f"schedule.end: {self.end} has no effect with schedule.kind constant; "
+                "write e.g. schedule.kind: cosine, or leave schedule.end at 0.1"
+            )
+        return self
+
+
+def _count_or_epoch(every: object, info: ValidationInfo) -> object:
+    """'100' -> 100, and 'epoch' stays."""
+    if every == "epoch":
+        return every
+    if not re.fullmatch(r"0*[1-9][0-9]{0,17}", str(every)):
+        raise ValueError(
+            f"training.{info.field_name}: {shown(every)} is neither a number of steps nor epoch; "
+            f"write e.g. training.{info.field_name}: 100"
+        )
+    return int(str(every))
+
+
+Every = Annotated[int | Literal["epoch"], BeforeValidator(_count_or_epoch), "int or epoch"]
+
+TASKS = ("hellaswag", "lambada")
+
+
+def _listed(value: object) -> object:
+    """One text stands for a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+def _task_names(names: object) -> object:
+    """Each has a name that there is."""
+    names = _listed(names)
+    for name in names if isinstance(names, list | tuple) else []:
+        task, equals, path = str(name).partition("=")
+        if task not in TASKS or (equals and not path):
+            raise ValueError(
+                f"training.eval_tasks: {shown(name)} is no task; write {' or '.join(TASKS)}, or e.g. lambada=FILE.jsonl"
+            )
+    return names
+
+
+def _some_text(prompts: object) -> object:
+    """Each has some."""
+    prompts = _listed(prompts)
+    if isinstance(prompts, list | tuple) and "" in prompts:
+        raise ValueError(
+            "training.prompts: one of them is empty; write some text, or none at all to begin as a document does"
+        )
+    return prompts
+
+
+class Training(Part):
+    """How long, in what batches, and what happens on the way."""
+
+    steps: Annotated[Whole, Field(gt=0)] | None = Field(
+        1000, description="Optimizer steps in all; null where epochs says how long."
+    )
+    epochs: Annotated[Real, Field(gt=0)] | None = Field(
+        None, description="Passes over the corpus in all; null where steps says how long."
+    )
+    batch_tokens: Whole = Field(4096, gt=0, description="Tokens a step, all workers together; whole rows.")
+    seed: Whole = Field(1337, ge=0, lt=SEEDS, description="Decides first weights, dropout and data order.")
+    log_every: Whole = Field(10, gt=0, description="Steps between lines of the log.")
+    eval_every: Every = Field(100, description="Steps between validations, or epoch: once in each.")
+    eval_rows: Annotated[Whole, Field(gt=0)] | None = Field(
+        None, description="Windows to validate on, evenly spread and always the same; null takes all."
+    )
+    eval_tasks: Annotated[tuple[str, ...], BeforeValidator(_task_names), "list of text"] = Field(
+        (), description="Scored at each validation: hellaswag, lambada; or e.g. lambada=FILE.jsonl for its items."
+    )
+    eval_items: Annotated[Whole, Field(gt=0)] | None = Field(
+        None, description="Items of each task to score, its first; null takes all."
+    )
+    prompts: Annotated[tuple[str, ...], BeforeValidator(_some_text), "list of text"] = Field(
+        (), description="A sample is written on from each at each validation; without any, as a document begins."
+    )
+    checkpoint_every: Every = Field(100, description="Steps between checkpoints, or epoch: once in each.")
+    on_nan: Literal["stop", "skip"] = Field(
+        "stop", description="When a loss is not a number: end the run, or leave the step out and count it."
+    )
+    deterministic: bool = Field(
+        False, description="The same bits every time on the same GPUs, which costs some speed; a CPU's always are."
+    )
+    on_spike: Literal["ignore", "warn", "skip", "stop"] = Field(
+        "ignore", description="When loss or gradient norm is far above what it was: warn, leave the step out, or end."
+    )
+    spike_sigmas: Real = Field(6.0, gt=0, description="How far: in standard deviations over about the last 100 steps.")
+    hang_after: Annotated[Real, Field(gt=0)] | None = Field(
+        900, description="Seconds without a step, compiling included, after which a worker counts as hung."
+    )
+    compile: Literal["auto", "scanned", "unrolled", "off"] = Field(
+        "auto", description="The layers as one loop (compiles fast), one after another (runs fast), or not at all."
+    )
+    accumulation: Annotated[Whole, Field(gt=0)] | None = Field(
+        None, description="Parts that a batch is computed in, one after another; null: as memory demands."
+    )
+    remat: Literal["none", "products", "blocks"] = Field(
+        "none", description="What is computed again to save memory: nothing, all but matrix products, whole blocks."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_stand_for_steps(cls, value: object) -> object:
+        if isinstance(value, Mapping) and value.get("epochs") is not None and "steps" not in value:
+            return {**value, "steps": None}
+        return value
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> Self:
+        if self.steps is None and self.epochs is None:
+            raise ValueError(
+                "training.steps: null leaves the run without a length; "
+                "write e.g. training.steps: 1000, or training.epochs: 5"
+            )
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"training.epochs: {self.epochs:g} is a second length beside training.steps {self.steps}; "
+                "write training.steps: null, or leave training.epochs out"
+            )
+        return self
+
+    @property
+    def in_epochs(self) -> str | None:
+        """What is given in epochs, if anything, as one would write it: it needs the whole corpus."""
+        every = [
+            f"training.{key}: epoch" for key in ("eval_every", "checkpoint_every") if getattr(self, key) == "epoch"
+        ]
+        return next(iter([f"training.epochs: {self.epochs:g}"] if self.epochs else every), None)
