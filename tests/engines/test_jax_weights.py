@@ -107,3 +107,14 @@ def test_a_checkpoint_is_read_without_the_mesh_that_wrote_it(tmp_path, mesh):
     assert_equal(weights, engine.gather(state))
     assert weights.parameters["lm_head.weight"].shape == (VOCAB, WIDTH)
     assert {type(array) for array in weights.means.values()} == {np.ndarray}
+
+
+def test_a_save_holds_the_state_that_it_was_begun_with_while_training_goes_on(tmp_path):
+    engine = make_engine(MESH)
+    engine._saver.reserve(engine.start())  # as on a GPU, whose pinned memory takes a while to make
+    state, _ = train(engine, engine.start(), WINDOWS[:2])
+    expected = engine.gather(state)
+    engine.save(state, str(tmp_path / "state"))
+    train(engine, state, WINDOWS[2:])  # the state's memory is used again
+    engine.wait_for_save()
+    assert_equal(read_weights(str(tmp_path / "state"), engine.recipe.model, VOCAB), expected)

@@ -6,6 +6,7 @@ not in one database (OCDBT), which a process would have to put together.
 """
 
 import contextlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from raygpt.engines.jax.sharding import shape_at
 
 
 class Saver:
-    """Writes one state at a time; `save` returns as soon as the arrays are copied off the devices."""
+    """Writes one state at a time: `save` begins to copy it to the host, `wait` writes the copy."""
 
     def __init__(self) -> None:
         rank = jax.process_index()
@@ -29,24 +30,39 @@ class Saver:
             primary_host=None, active_processes={rank}, barrier_sync_key_prefix=f"process-{rank}"
         )
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
-        # Made in the background, folders are announced under names that all processes share, and one could take away
-        # what another still waits for.
-        options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-        self._orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=alone, async_options=options)
-        self._folder = Path()
+        self._orbax = ocp.Checkpointer(handler, multiprocessing_options=alone)
+        self._folder, self._copy = Path(), None
+        self.is_reserved = False
+
+    def reserve(self, state: Any) -> None:
+        """Begin to make the host's memory for what will be saved: for GPT-2 that is 1.5 GB, and takes 1.1 s if it is
+        pinned. Done while the first step is compiled, no step waits for it."""
+        self.is_reserved = True
+        shards = [shard.data for array in jax.tree.leaves(state) for shard in array.addressable_shards]
+        places = [(shard.shape, shard.dtype, _on_the_host(shard)) for shard in shards]
+
+        def make() -> None:
+            jax.block_until_ready([jax.device_put(np.zeros(shape, dtype), place) for shape, dtype, place in places])
+
+        threading.Thread(target=make, daemon=True).start()
 
     def save(self, state: Any, folder: str) -> None:
-        """Begin to write this process's shards of a state."""
+        """Begin to copy this process's shards. Nothing waits but, on the device, the step that would change them."""
         self._folder = Path(folder)
-        self._orbax.save(self._folder, args=ocp.args.PyTreeSave(state), force=True)
+        self._copy = jax.device_put(state, jax.tree.map(_on_the_host, state))
 
     def wait(self) -> None:
-        """Until what was begun is written; raises what went wrong."""
-        self._orbax.wait_until_finished()
+        """Write the copy; raises what went wrong."""
+        copy, self._copy = self._copy, None
+        self._orbax.save(self._folder, args=ocp.args.PyTreeSave(copy), force=True)
         if jax.process_index() > 0:  # what describes the whole is in every folder; the first process's is taken
             for path in self._folder.glob("*"):
                 with contextlib.suppress(IsADirectoryError, PermissionError):
                     path.unlink()
+
+
+def _on_the_host(array: jax.Array) -> Any:
+    return array.sharding.with_memory_kind("pinned_host")
 
 
 def restore(folder: str, shapes: Any, shardings: Any) -> Any:
