@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from raygpt.config import Model  # noqa: E402
-from raygpt.engines.jax.attention import Cache, choose_attention, cudnn, splash, xla  # noqa: E402
+from raygpt.engines.jax.attention import Cache, choose_attention, cudnn, splash, triton, xla  # noqa: E402
 from raygpt.engines.jax.sharding import make_mesh  # noqa: E402
 
 SHAPES = [(1, 1, 1, 4), (2, 7, 3, 5), (3, 16, 2, 8)]  # rows, time, heads, head_dim
@@ -87,28 +87,31 @@ def test_with_a_cache_every_position_is_as_without(pieces):
         start += length
 
 
-# On several devices, by JAX's kernel for TPUs
+# On several devices, by JAX's kernels for TPUs and GPUs
 
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2, "context": 1}
 
 
-@pytest.mark.parametrize(("time", "size"), [(128, 64), (384, 64), (256, 80)])
-def test_splash_computes_the_formula_and_its_gradients(time, size):
+@pytest.mark.parametrize(
+    ("kernel", "time", "size"), [(splash, 128, 64), (splash, 384, 64), (splash, 256, 80), (triton, 256, 64)]
+)
+def test_a_kernel_computes_the_formula_and_its_gradients(kernel, time, size):
     query, key, value = draw((4, time, 2, size))
     towards = jnp.asarray(np.random.default_rng(1).normal(size=query.shape), jnp.float32)
-    mixed, back = jax.vjp(splash(make_mesh(MESH), interpret=True), query, key, value)
+    mixed, back = jax.vjp(jax.jit(kernel(make_mesh(MESH), interpret=True)), query, key, value)
     expected, right = jax.vjp(xla, query, key, value)
     np.testing.assert_allclose(mixed, expected, atol=1e-5)
     for gradient, theirs in zip(back(towards), right(towards), strict=True):
         np.testing.assert_allclose(gradient, theirs, atol=2e-5)
 
 
-def test_splash_keeps_rows_and_heads_where_they_are():
+@pytest.mark.parametrize("kernel", [splash, triton])
+def test_a_kernel_keeps_rows_and_heads_where_they_are(kernel):
     mesh = make_mesh(MESH)
     place = NamedSharding(mesh, P(("data", "fsdp"), None, "tensor", None))
     placed = [jax.ShapeDtypeStruct((4, 128, 2, 64), jnp.float32, sharding=place)] * 3
-    compiled = jax.jit(splash(mesh, interpret=True)).lower(*placed).compile()
+    compiled = jax.jit(kernel(mesh, interpret=True)).lower(*placed).compile()
     assert compiled.output_shardings.is_equivalent_to(place, 4)
     assert not re.search("all-(gather|reduce|to-all)", compiled.as_text())
 
@@ -121,16 +124,23 @@ class Device:
         self.platform, self.compute_capability = platform, capability
 
 
-def chosen(platform, dtype=jnp.bfloat16, capability="9.0", mesh=None, **model):
+def chosen(platform, dtype=jnp.bfloat16, capability="9.0", mesh=None, deterministic=False, **model):
     sizes = {"heads": 4, "width": 256, "context": 256, **model}
     mesh = make_mesh({"data": -1, "fsdp": 1, "tensor": 1, "context": 1, **(mesh or {})})
-    return choose_attention(Device(platform, capability), dtype, mesh, Model(**sizes))[1]
+    return choose_attention(Device(platform, capability), dtype, mesh, Model(**sizes), deterministic)[1]
 
 
 def test_each_device_gets_the_kernel_it_has():
     assert chosen("gpu") == chosen("gpu", jnp.float16) == chosen("gpu", capability="8.0") == "cuDNN"
     assert chosen("tpu") == chosen("tpu", mesh={"tensor": 4}) == "Splash"
     assert chosen("cpu") == "XLA"
+
+
+def test_cudnns_backward_pass_adds_up_in_any_order_so_another_kernel_is_the_deterministic_one():
+    assert chosen("gpu", deterministic=True) == "Triton"
+    assert chosen("gpu", context=192, deterministic=True) == "XLA"  # blocks are multiples of 128
+    assert chosen("gpu", jnp.float32, deterministic=True) == chosen("cpu", deterministic=True) == "XLA"
+    assert chosen("tpu", deterministic=True) == "Splash"
 
 
 def test_what_a_kernel_cannot_do_is_left_to_xla():

@@ -1,4 +1,4 @@
-"""Causal attention by what the hardware has: cuDNN on NVIDIA, Splash on TPUs, XLA elsewhere."""
+"""Causal attention by what the hardware has: cuDNN or Triton on NVIDIA, Splash on TPUs, XLA elsewhere."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -46,12 +46,31 @@ def cudnn(query: Array, key: Array, value: Array) -> Array:
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
 
 
+def triton(mesh: Mesh, interpret: bool = False) -> Attention:
+    """JAX's own kernel for GPUs: slower than cuDNN's, but its sums have an order, so that its bits are always the same.
+
+    `interpret` computes it on any device, slowly.
+    """
+
+    def attention(query: Array, key: Array, value: Array) -> Array:
+        from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
+
+        blocks = BlockSizes(*TRITON_BLOCKS)
+        scale = query.shape[-1] ** -0.5
+        return mha(query, key, value, None, scale, causal=True, block_sizes=blocks, interpret=interpret)
+
+    return _on_each(mesh, attention)
+
+
+# Along queries and keys: forward, for the gradients of keys and values, and for that of queries.
+TRITON_BLOCKS = (128, 64, 64, 64, 64, 64)
+
+
 def splash(mesh: Mesh, interpret: bool = False) -> Attention:
     """JAX's own TPU kernel: never stores the scores, and leaves out what lies above the diagonal.
 
-    Each device computes its rows and its heads; `interpret` computes it on any device, slowly.
+    `interpret` computes it on any device, slowly.
     """
-    spec = P(("data", "fsdp"), None, "tensor", None)
 
     def attention(query: Array, key: Array, value: Array) -> Array:
         _, time, heads, size = query.shape
@@ -59,11 +78,23 @@ def splash(mesh: Mesh, interpret: bool = False) -> Attention:
         by_heads = [_by_heads(x) for x in (query * size**-0.5, key, value)]  # [rows, heads, time, head_dim]
         return _by_heads(jax.vmap(kernel)(*by_heads))
 
-    # Without check_vma: what the kernel returns does not say along which axes it varies.
-    return jax.shard_map(attention, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return _on_each(mesh, attention)
 
 
-LANES = 128  # of a TPU's vector unit: the kernel's blocks are multiples
+def _on_each(mesh: Mesh, attention: Attention) -> Attention:
+    """Each device computes its rows and its heads."""
+    spec = P(("data", "fsdp"), None, "tensor", None)
+    # Without check_vma: what a kernel returns does not say along which axes it varies.
+    shared = jax.shard_map(attention, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+    def compute(query: Array, key: Array, value: Array) -> Array:
+        is_alone = jax.sharding.get_abstract_mesh().manual_axes  # already, inside fused.py's own shard_map
+        return (attention if is_alone else shared)(query, key, value)
+
+    return compute
+
+
+LANES = 128  # of a TPU's vector unit, and the largest of a GPU's blocks: the context must be a multiple
 LARGEST_BLOCK = 512  # whose scores, 1 MiB in fp32, fit into a core's fast memory beside the rest
 
 
@@ -106,12 +137,18 @@ class Cache(NamedTuple):
         return _attend(query, [self.keys, _by_heads(keys)], [self.values, _by_heads(values)], visible)
 
 
-def choose_attention(device: Any, dtype: Any, mesh: Mesh, model: Model) -> tuple[Attention, str]:
+def choose_attention(
+    device: Any, dtype: Any, mesh: Mesh, model: Model, deterministic: bool = False
+) -> tuple[Attention, str]:
     """The kernel for a device and a model, and its name. A row shared out over the context axis needs XLA's."""
     if mesh.shape["context"] == 1:
+        divides = model.context % LANES == 0 and model.heads % mesh.shape["tensor"] == 0
         if device.platform == "gpu" and _cudnn_can(float(device.compute_capability), dtype, model):
-            return cudnn, "cuDNN"
-        if device.platform == "tpu" and model.context % LANES == 0 and model.heads % mesh.shape["tensor"] == 0:
+            if not deterministic:
+                return cudnn, "cuDNN"
+            if divides:
+                return triton(mesh), "Triton"
+        if device.platform == "tpu" and divides:
             return splash(mesh), "Splash"
     return xla, "XLA"
 

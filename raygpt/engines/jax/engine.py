@@ -26,7 +26,6 @@ from raygpt.engines.jax.optimizer import learning_rate, make_optimizer
 from raygpt.engines.jax.scaling import Scale
 from raygpt.engines.jax.spikes import Spikes
 from raygpt.engines.jax.step import Batch, Losses, Metrics, State, make_grade, make_losses, make_score, make_step
-from raygpt.errors import RaygptError
 
 FEW_LAYERS = 6  # that a CPU, too, compiles one after another within seconds
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "fp64": jnp.float64}
@@ -45,14 +44,9 @@ def find_devices(recipe: Recipe) -> Devices:
     """The devices of all processes that joined, as a recipe uses them."""
     if recipe.model.precision == "fp64":
         jax.config.update("jax_enable_x64", True)
-    if recipe.training.deterministic and jax.default_backend() == "gpu":
-        raise RaygptError(
-            "training.deterministic: XLA cannot compile attention so that its bits are always the same (JAX 0.11: "
-            "an IndexError); write engine: torch, or leave it out"
-        )
     device, mesh = jax.local_devices()[0], sharding.make_mesh(recipe.cluster.mesh.sizes())
     dtype = DTYPES[choose_precision(recipe.model.precision, device)]
-    _, kernel = choose_attention(device, dtype, mesh, recipe.model)
+    _, kernel = choose_attention(device, dtype, mesh, recipe.model, recipe.training.deterministic)
     return Devices(mesh.size, _memory(device), jnp.dtype(dtype).itemsize, keeps_scores=kernel == "XLA")
 
 
@@ -89,12 +83,12 @@ class JaxEngine:
         self.precision = precision or choose_precision(recipe.model.precision, self._device)
         self._dtype = DTYPES[self.precision]
         self._param_dtype = jnp.promote_types(self._dtype, jnp.float32)
-        self._attention, self._attention_name = choose_attention(self._device, self._dtype, self.mesh, recipe.model)
+        computes = self._device, self._dtype, self.mesh, recipe.model
+        self._attention, self._attention_name = choose_attention(*computes, recipe.training.deterministic)
         self._optimizer = make_optimizer(recipe)
         scanned = choose_compile(recipe.training.compile, self._device, recipe.model.layers)
         self._layers = Layers(scanned, recipe.training.remat)
-        known = self._device, self._dtype, self.mesh, recipe.model, self._layers
-        self._kernels = kernels or choose_kernels(*known)  # `fused` or `plain`
+        self._kernels = kernels or choose_kernels(*computes, self._layers)  # `fused` or `plain`
 
     @property
     def _device(self) -> Any:
@@ -209,6 +203,8 @@ class JaxEngine:
 
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Train on a batch; the old state is used up."""
+        if self._device.platform == "gpu" and not self._saver.is_reserved:
+            self._saver.reserve(state)
         return self._step(state, batch)
 
     @cached_property
@@ -239,7 +235,7 @@ class JaxEngine:
 
     def read(self, metrics: Metrics) -> dict[str, float]:
         """Wait for a step's metrics."""
-        return {name: float(value) for name, value in metrics._asdict().items()}
+        return {name: float(value) for name, value in jax.device_get(metrics)._asdict().items()}
 
     def score(self, state: State, windows: NDArray[np.int32]) -> NDArray[np.floating[Any]]:
         """The loss of each window [rows, context + 1], a mean over its tokens; every process gives and gets all."""

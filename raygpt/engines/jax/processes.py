@@ -36,7 +36,12 @@ def use_cores(cores: int) -> None:
 
 
 def set_up(deterministic: bool = False) -> None:
-    """What is compiled is kept on this machine, for the next run. A CPU's results are always the same bits."""
+    """What is compiled is kept on this machine, for the next run.
+
+    `deterministic` leaves out, on GPUs, sums whose order is left to chance, and kernels chosen by their speed just now.
+    """
+    if deterministic:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_exclude_nondeterministic_ops=true"
     import jax
 
     jax.config.update("jax_compilation_cache_dir", str(Path(CACHE).expanduser()))
