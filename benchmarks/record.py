@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,15 +41,15 @@ def _circumstances() -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python", *_shown(sys.argv)]),
-        "hardware": f"{os.cpu_count()} × {_cpu()}",
+        "hardware": ", ".join([f"{os.cpu_count()} × {_cpu()}", *_gpus()]),
         "python": platform.python_version(),
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
     }
 
 
 def _shown(arguments: list[str]) -> list[str]:
-    """Paths of this machine do not matter to others: the last two parts are enough, also behind `key=` or `kind:`."""
-    return [re.sub(r"^([\w.]+=)?(\w+:)?/.*?([^/]+/[^/]+)$", r"\1\2\3", word) for word in arguments]
+    """Paths of this machine do not matter to others: the last part is enough, also behind `key=` or `kind:`."""
+    return [re.sub(r"^([\w.]+=)?(\w+:)?/.*?([^/]+)$", r"\1\2\3", word) for word in arguments]
 
 
 def _version(package: str) -> str | None:
@@ -61,3 +63,11 @@ def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _gpus() -> list[str]:
+    """The names of this machine's NVIDIA GPUs."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()

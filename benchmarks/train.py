@@ -3,7 +3,8 @@
     python benchmarks/train.py gpt2-124m data.source=TEXT training.batch_tokens=65536 training.steps=1000
 
 Tokens per second are taken over the wall time between the first and the last logged step, checkpoints included, and
-validation left out. With `--name` the figures, the validation losses and the last sample go into results/NAME.json.
+validation left out; `round_ms` says how long a step took between any two of them. With `--name` the figures, the
+validation losses and the last sample go into results/NAME.json.
 """
 
 import argparse
@@ -51,6 +52,7 @@ def measured(events: list[dict[str, Any]], run: launch.Prepared) -> dict[str, An
         "steps": run.plan.steps,
         "checkpoints": sum(event.get("event") == "checkpoint" for event in events),
         "seconds": seconds,
+        "round_ms": [round(1e3 * _seconds_per_step(*pair), 2) for pair in trained],
         "tokens_per_s": speed,
         **({"mfu": share} if share else {}),
         "data_wait_s": sum(after["data_wait_s"] for _, after in trained),
@@ -58,6 +60,10 @@ def measured(events: list[dict[str, Any]], run: launch.Prepared) -> dict[str, An
         "val_losses": {event["step"]: round(event["val_loss"], 4) for event in logged if "val_loss" in event},
         "sample": next((event["text"] for event in reversed(events) if event.get("event") == "sample"), ""),
     }
+
+
+def _seconds_per_step(before: dict[str, Any], after: dict[str, Any]) -> float:
+    return float((after["time"] - before["time"]) / (after["step"] - before["step"]))
 
 
 if __name__ == "__main__":
