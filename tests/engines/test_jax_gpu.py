@@ -1,0 +1,81 @@
+"""The JAX engine on a GPU: its kernels over many steps, and the same bits twice. Runs only where there is one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+if jax.default_backend() != "gpu":
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+import raygpt  # noqa: E402
+from raygpt.engines.jax.engine import JaxEngine  # noqa: E402
+from raygpt.recipes import load_recipe  # noqa: E402
+
+STEPS, ROWS, CONTEXT, VOCAB = 200, 16, 256, 50257
+
+
+def windows(count=50):
+    """Text that can be learnt: a token often follows from the one before it."""
+    chance = np.random.default_rng(0)
+    likelihood = 1 / np.arange(1, VOCAB + 1)
+    ids = chance.choice(VOCAB, (count, ROWS, CONTEXT + 1), p=likelihood / likelihood.sum())
+    follows, is_next = chance.permutation(VOCAB), chance.random(ids.shape) < 0.6
+    for now in range(1, CONTEXT + 1):
+        ids[..., now] = np.where(is_next[..., now], follows[ids[..., now - 1]], ids[..., now])
+    return ids.astype(np.int32)
+
+
+def make_engine(kernels, precision="bf16", **training):
+    training = {"steps": STEPS, "batch_tokens": ROWS * CONTEXT, **training}
+    changes = {"model.preset": "gpt2", "model.context": CONTEXT, "training": training, "schedule.warmup_steps": 50}
+    return JaxEngine(load_recipe("tiny", changes), VOCAB, kernels=kernels, precision=precision)
+
+
+def losses(kernels, precision="bf16"):
+    engine = make_engine(kernels, precision)
+    state, found, batches = engine.start(), [], windows()
+    for step in range(STEPS):
+        state, metrics = engine.step(state, engine.put(batches[step % len(batches)]))
+        found.append(metrics.loss)
+    return np.array(jax.device_get(found))
+
+
+def test_over_two_hundred_steps_the_kernels_are_as_near_to_fp32_as_the_plain_path_is():
+    exact, plain, fused = losses("plain", "fp32"), losses("plain"), losses("fused")
+    assert exact[-1] < 0.6 * exact[0]  # it has learnt: there is something to get wrong
+    np.testing.assert_allclose(fused[:5], exact[:5], rtol=1e-4)
+    rounding, ours = (np.abs(found - exact) / exact for found in (plain, fused))
+    assert ours.mean() < 1.5 * rounding.mean() + 1e-4
+    assert ours.max() < 2 * rounding.max() + 1e-3
+
+
+TWICE = """
+import hashlib, jax
+from raygpt.engines.jax.processes import set_up
+set_up(deterministic=True)
+from tests.engines.test_jax_gpu import make_engine, windows
+engine, batches = make_engine(None, deterministic=True), windows(2)
+assert engine.describe()["attention"] == "Triton"
+state = engine.start()
+for step in range(20):
+    state, _ = engine.step(state, engine.put(batches[step % 2]))
+print(hashlib.sha256(b"".join(array.tobytes() for array in jax.tree.leaves(jax.device_get(state)))).hexdigest())
+"""
+
+
+def test_a_deterministic_run_has_the_same_bits_in_another_process():
+    path = os.pathsep.join([str(Path(raygpt.__file__).parents[1]), str(Path(__file__).parents[2])])
+    environment = {**os.environ, "PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    digests = [
+        subprocess.run(
+            [sys.executable, "-c", TWICE], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        for _ in range(2)
+    ]
+    assert digests[0] == digests[1]
+    assert len(digests[0].strip()) == 64
