@@ -108,16 +108,16 @@ def _timed(recipe: str, name: str, home: str, overrides: dict[str, Any]) -> tupl
 
 
 def _is_same_state(*runs: Result) -> bool:
-    one, other = map(_arrays, runs)
+    one, other = (read_state(run.path) for run in runs)
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def _arrays(run: Result) -> dict[str, Any]:
+def read_state(run_folder: str) -> dict[str, Any]:
     """Parameters and optimizer of a run's last checkpoint."""
-    checkpoint = checkpoints.find(run.path, None)
+    checkpoint = checkpoints.find(run_folder, None)
     facts = checkpoints.facts(checkpoint)
-    model = load_recipe(storage.join(run.path, "recipe.yaml")).model
+    model = load_recipe(storage.join(run_folder, "recipe.yaml")).model
     folder = checkpoints.on_this_node(checkpoint)
-    weights = read_weights(facts["engine"], folder, model, tokenizers.load(run.path).vocab)
+    weights = read_weights(facts["engine"], folder, model, tokenizers.load(run_folder).vocab)
     kinds = {"parameters": weights.parameters, "means": weights.means, "squares": weights.squares}
     return {f"{kind}/{name}": array for kind, arrays in kinds.items() for name, array in arrays.items()}
