@@ -21,7 +21,7 @@ from raygpt.config import Recipe
 from raygpt.corpus import tokenizers
 from raygpt.engines import read_weights
 from raygpt.recipes import load_recipe
-from raygpt.testing.faults import VARIABLE
+from raygpt.testing.faults import VARIABLE, Strike, from_environment
 from raygpt.training import checkpoints
 from raygpt.training.launch import Result
 from raygpt.training.session import METRICS
@@ -31,8 +31,11 @@ from raygpt.training.session import METRICS
 class Chaos:
     """What came of it."""
 
-    faults: list[str]
-    steps_repeated: list[int]  # by each
+    faults: list[str]  # that were asked for
+    struck: list[str]  # those that did, in that order; fewer where the run was over before
+    struck_at: list[int]  # the step of each: one in a save that was left out strikes in the next
+    steps_repeated: list[int]  # because of each
+    restarts: int  # fewer where one struck before the workers of another had started again
     is_identical: bool  # losses of every step, parameters and optimizer at the end
     undisturbed_s: float
     disturbed_s: float
@@ -45,25 +48,45 @@ def chaos(recipe: str, *, kills: int, seed: int, home: str, **overrides: Any) ->
 
 
 def disturb(recipe: str, faults: list[str], *, home: str, **overrides: Any) -> Chaos:
-    """Train a recipe undisturbed, then with these faults (see faults.py), in the order in which they strike."""
+    """Train a recipe undisturbed, then with these faults (see faults.py), each of which ends a worker."""
     straight, undisturbed_s = _timed(recipe, "undisturbed", home, overrides)
     with patch.dict(os.environ, {VARIABLE: " ".join(faults)}):
         killed, disturbed_s = _timed(recipe, "disturbed", home, overrides)
-    resumed = [line["step"] for line in read_metrics(killed.path) if "restart" in line]
-    reached = [_reached(fault) for fault in faults]
-    repeated = [step - after for step, after in zip(reached, resumed, strict=True)]
-    same = losses(straight.path) == losses(killed.path) and _is_same_state(straight, killed)
-    return Chaos(faults, repeated, same, undisturbed_s, disturbed_s)
+        strikes = from_environment(killed.path).struck()
+    restarts = [line for line in read_metrics(killed.path) if "restart" in line]
+    return Chaos(
+        faults,
+        struck=[faults[strike.number] for strike in strikes],
+        struck_at=[strike.step for strike in strikes],
+        steps_repeated=[steps_repeated(strike, restarts) for strike in strikes],
+        restarts=len(restarts),
+        is_identical=losses(straight.path) == losses(killed.path) and _is_same_state(straight, killed),
+        undisturbed_s=undisturbed_s,
+        disturbed_s=disturbed_s,
+    )
 
 
 def choose_kills(recipe: Recipe, kills: int, seed: int) -> list[str]:
-    """Where and whom: ascending steps, each its own; every third while a checkpoint is written."""
+    """Where and whom: ascending steps, each its own; every third while a checkpoint is written.
+
+    Not while the last two are: where one is left out, another has to come in which the kill can strike.
+    """
     chance = random.Random(seed)
     every, steps = int(recipe.training.checkpoint_every), recipe.steps
-    saves = chance.sample(range(every, steps, every), kills // 3)
+    saves = chance.sample(range(every, steps - every, every), kills // 3)
     others = chance.sample([step for step in range(2, steps) if step % every], kills - len(saves))
     chosen = sorted([(step, ":save") for step in saves] + [(step, "") for step in others])
     return [f"kill@{step}:{chance.randrange(recipe.cluster.max_workers)}{when}" for step, when in chosen]
+
+
+def steps_repeated(strike: Strike, restarts: list[dict[str, Any]]) -> int:
+    """How many steps were taken again because of a fault, by the metrics' lines of restarts.
+
+    The first after it counts, also for another that struck in the meantime. One whose step was not reached yet is not
+    the fault's: that struck before anything was logged, and the run began anew without a line.
+    """
+    after = next((line["step"] for line in restarts if line["time"] > strike.time), 0)
+    return strike.reached - (after if after <= strike.reached else 0)
 
 
 def read_metrics(run_folder: str) -> list[dict[str, Any]]:
@@ -84,23 +107,17 @@ def _timed(recipe: str, name: str, home: str, overrides: dict[str, Any]) -> tupl
     return result, time.monotonic() - started
 
 
-def _reached(fault: str) -> int:
-    """The last step that was taken when it struck."""
-    step = int(fault.partition("@")[2].partition(":")[0])
-    return step if fault.endswith("save") else step - 1
-
-
 def _is_same_state(*runs: Result) -> bool:
-    one, other = map(_arrays, runs)
+    one, other = (read_state(run.path) for run in runs)
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def _arrays(run: Result) -> dict[str, Any]:
+def read_state(run_folder: str) -> dict[str, Any]:
     """Parameters and optimizer of a run's last checkpoint."""
-    checkpoint = checkpoints.find(run.path, None)
+    checkpoint = checkpoints.find(run_folder, None)
     facts = checkpoints.facts(checkpoint)
-    model = load_recipe(storage.join(run.path, "recipe.yaml")).model
+    model = load_recipe(storage.join(run_folder, "recipe.yaml")).model
     folder = checkpoints.on_this_node(checkpoint)
-    weights = read_weights(facts["engine"], folder, model, tokenizers.load(run.path).vocab)
+    weights = read_weights(facts["engine"], folder, model, tokenizers.load(run_folder).vocab)
     kinds = {"parameters": weights.parameters, "means": weights.means, "squares": weights.squares}
     return {f"{kind}/{name}": array for kind, arrays in kinds.items() for name, array in arrays.items()}

@@ -2,15 +2,17 @@
 
     RAYGPT_FAULTS="kill@20:1 hang@35 raise@50:0:always" raygpt train tiny cluster.workers=2
 
-Each is KIND@STEP, then the rank it strikes (0 unless said), `save` for the moment when the step's checkpoint is
-written but not yet committed, and `always` for one that strikes again whenever its step comes again.
+Each is KIND@STEP, then the rank it strikes (0 unless said), `save` for the moment when a checkpoint is written but not
+yet committed, and `always` for one that strikes again whenever its moment comes again. A save may be left out, where
+the one before takes long: so a fault in a save strikes in the first at or after its step.
 """
 
+import json
 import os
 import re
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from raygpt import storage
@@ -31,6 +33,11 @@ class Fault:
     when: Moment = "step"
     once: bool = True
 
+    def is_met(self, step: int, rank: int, when: Moment) -> bool:
+        """Whether a worker that comes there meets it."""
+        has_come = step >= self.step if when == "save" else step == self.step
+        return has_come and (rank, when) == (self.rank, self.when)
+
     def happen(self) -> None:
         """Do it to this process."""
         if self.kind == "kill":
@@ -44,24 +51,43 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class Strike:
+    """A fault that has struck; the last time, where it strikes always."""
+
+    number: int  # of the fault among those that were asked for, from 0
+    step: int  # that the worker came to, or that was being saved
+    reached: int  # the last step that the worker had taken: training goes on while a checkpoint is written
+    time: float  # in seconds since 1970, as in the metrics
+
+
+@dataclass
 class Faults:
     """All that are to strike a run; what has struck is noted in its directory, since the worker may not live on."""
 
     faults: tuple[Fault, ...] = ()
     run_folder: str = ""
+    _reached: int = 0  # the last step that this worker has taken
 
     def strike(self, step: int, rank: int, when: Moment = "step") -> None:
-        """A worker comes to a step."""
+        """A worker comes to a step, or has written its part of that step's checkpoint."""
+        self._reached = step - 1 if when == "step" else max(step, self._reached)
         for number, fault in enumerate(self.faults):
-            if (fault.step, fault.rank, fault.when) == (step, rank, when) and self._is_due(number, fault):
+            if fault.is_met(step, rank, when) and not (fault.once and storage.exists(self._note(number))):
+                self._write_down(Strike(number, step, self._reached, time.time()))
                 fault.happen()
 
-    def _is_due(self, number: int, fault: Fault) -> bool:
-        note = storage.join(self.run_folder, "faults", str(number))
-        if fault.once and storage.exists(note):
-            return False
-        storage.write_bytes(note, b"struck")
-        return True
+    def struck(self) -> list[Strike]:
+        """Those that have, in the order in which they did."""
+        notes = [note for note in map(self._note, range(len(self.faults))) if storage.exists(note)]
+        return sorted(
+            (Strike(**json.loads(storage.read_bytes(note))) for note in notes), key=lambda strike: strike.time
+        )
+
+    def _note(self, number: int) -> str:
+        return storage.join(self.run_folder, "faults", str(number))
+
+    def _write_down(self, strike: Strike) -> None:
+        storage.write_bytes(self._note(strike.number), json.dumps(asdict(strike)).encode())
 
 
 def from_environment(run_folder: str) -> Faults:

@@ -28,10 +28,11 @@ from raygpt.training.checkpoints import Checkpoint
 from raygpt.training.metrics import mfu
 from raygpt.training.profiling import Profile
 from raygpt.training.saving import Saving
-from raygpt.training.session import Event, Orders, Session, asked_again
+from raygpt.training.session import Event, Orders, Session
 from raygpt.training.task import Task
 
 AHEAD = 2  # batches on the device before they are needed
+FARTHER = 2  # for so many times the steps that were timed their speed is relied on: some find batches read ahead
 
 
 class InTraining(NamedTuple):
@@ -67,15 +68,16 @@ class Loop:
             if step == first + 1:  # it is compiled here, which is no measure of speed
                 self._engine.read(metrics)
                 log.restart(step)
-                ask_at = step + self._session.decide(lambda: asked_again(pace.lap(first + 1)))
+                ask_at = step + 1
             orders, is_logged = Orders(), step % self._training.log_every == 0 or step == self._steps
             if is_logged:
                 log.put(step, metrics)
             elif step == ask_at:
                 self._engine.read(metrics)  # or the device would be far behind the step that is asked about
             if is_logged or step == ask_at:
+                timed = step - pace.step
                 orders = self._session.orders(pace.lap(step))
-                ask_at = step + orders.again
+                ask_at = step + min(FARTHER * timed, orders.again)
             is_end = step == self._steps or orders.stop
             is_wished = is_wished or orders.save  # and stays so until a save is begun
             if step % self._save_every == 0 or is_end or is_wished:
@@ -260,13 +262,13 @@ class Clock:
 
     def restart(self, step: int) -> None:
         """Begin anew, after something that is not training."""
-        self._step, self._since = step, time.perf_counter()
+        self.step, self._since = step, time.perf_counter()
 
     def lap(self, step: int) -> float:
         """Steps per second since the last lap."""
         now = time.perf_counter()
-        speed = (step - self._step) / max(now - self._since, 1e-9)
-        self._step, self._since = step, now
+        speed = (step - self.step) / max(now - self._since, 1e-9)
+        self.step, self._since = step, now
         return speed
 
 

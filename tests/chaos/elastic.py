@@ -2,7 +2,8 @@
 
 Each node is a raylet on this machine with room for one worker. The first SIZE is how many there are at the start; when
 the run has gone on for a while, nodes are removed or added until there are as many as the next says, and so on. A SIZE
-like `d1` drains them instead, as a cloud does before it takes spot machines away.
+like `d1` drains them instead, as a cloud does before it takes spot machines away; such a run neither logs nor saves by
+itself meanwhile, as a long one does not for minutes.
 """
 
 import hashlib
@@ -18,10 +19,12 @@ from typing import Any
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.pop("XLA_FLAGS", None)
 
+import numpy as np
 import ray
 from ray.cluster_utils import Cluster
 
 from raygpt.recipes import load_recipe
+from raygpt.testing.chaos import read_state
 from raygpt.training import launch, scaling
 from raygpt.training.stopping import ask_to_stop
 
@@ -56,7 +59,7 @@ def row_hash(row):
     return hashlib.sha256(row.tobytes()).hexdigest()[:16]
 
 
-def prepare(engine, precision, folder, name, every, **cluster):
+def prepare(engine, precision, folder, name, log_every, save_every, **cluster):
     text = Path(folder, "text.txt")
     text.write_text("".join(f"the cat sat on mat {n % 7}\n<|endoftext|>\n" for n in range(400)))
     return {
@@ -64,7 +67,7 @@ def prepare(engine, precision, folder, name, every, **cluster):
         "model": {"layers": 1, "heads": 2, "width": 16, "context": 16, "dropout": 0.1, "precision": precision},
         "data": {"source": str(text), "val": 0.1, "tokenizer": "bytes"},
         "schedule": {"kind": "constant", "warmup_steps": 0},
-        "training": {"batch_tokens": 80, "log_every": 1, "eval_every": 1000, "checkpoint_every": every},
+        "training": {"batch_tokens": 80, "log_every": log_every, "eval_every": 1000, "checkpoint_every": save_every},
         "cluster": {"accelerator": "cpu", "resources_per_worker": {"trainer": 1}, **cluster},
         "run": {"storage": f"{folder}/runs", "name": name},
     }
@@ -74,6 +77,17 @@ def logged(folder, name):
     path = Path(folder, "runs", name, "metrics.jsonl")
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines]
+
+
+def batches_given(folder):
+    """How many so far, by whoever gets row 0; one that is given again counts again."""
+    return sum(path.read_text().count('"rows": [0') for path in Path(folder).glob("*.rows"))
+
+
+def distance(folder, name, reference):
+    """Between the last states of two runs: the array that is farthest from its own, as a share of its length."""
+    one, other = (read_state(f"{folder}/runs/{run}") for run in (name, reference))
+    return max(float(np.linalg.norm(one[key] - other[key]) / np.linalg.norm(other[key])) for key in other)
 
 
 def drain(node):
@@ -100,7 +114,8 @@ def main(engine, precision, folder, *sizes):
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
     nodes = [cluster.add_node(num_cpus=1, resources={"trainer": 1}) for _ in range(sizes[0])]
     ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
-    recipe = prepare(engine, precision, folder, "elastic", 1000 if any(drained) else 5, workers=f"1..{max(sizes)}")
+    log_every, save_every = (1000, 1000) if any(drained) else (1, 5)
+    recipe = prepare(engine, precision, folder, "elastic", log_every, save_every, workers=f"1..{max(sizes)}")
     recipe["training"]["steps"] = 10_000  # it is stopped when it has seen all sizes
     run = launch.prepare_run(load_recipe("tiny", recipe))
     run = replace(run, feed=Recording(run.feed, folder))
@@ -112,14 +127,11 @@ def main(engine, precision, folder, *sizes):
     def workers():
         return [int(event["workers"]) for event in events if event.get("event") == "start"]
 
-    def steps():
-        return [event["step"] for event in events if "loss" in event]
-
     def wait_for_workers(size, starts):
         wait_for(lambda: not thread.is_alive() or (len(workers()) > starts and workers()[-1] == size))
 
-    def wait_for_steps(count):
-        wait_for(lambda: not thread.is_alive() or len(steps()) >= count)
+    def wait_for_batches(count):
+        wait_for(lambda: not thread.is_alive() or batches_given(folder) >= count)
 
     try:
         for size, is_drained in zip(sizes, drained, strict=True):
@@ -133,7 +145,7 @@ def main(engine, precision, folder, *sizes):
                 nodes.append(cluster.add_node(num_cpus=1, resources={"trainer": 1}))
             wait_for_workers(size, len(seen))
             seen = workers()
-            wait_for_steps(len(steps()) + STEPS_EACH)
+            wait_for_batches(batches_given(folder) + STEPS_EACH)
         if thread.is_alive():
             ask_to_stop(run.plan.run_folder)
             thread.join(120)
@@ -159,6 +171,7 @@ def main(engine, precision, folder, *sizes):
         "missing_rows": sorted(set(expected) - {key for key, _ in pairs}),
         "losses": [(line["step"], line["loss"]) for line in logged(folder, "elastic") if "loss" in line],
         "expected": [(line["step"], line["loss"]) for line in logged(folder, "straight") if "loss" in line],
+        "distance": distance(folder, "elastic", "straight"),
         "said": [event["text"] for event in events if event.get("event") in ("fault", "warning")],
         "saved": [event["step"] for event in events if event.get("event") == "checkpoint"],
         "restarts": [line["step"] for line in logged(folder, "elastic") if "restart" in line],

@@ -2,7 +2,9 @@
 
 import pytest
 
-from raygpt.testing.chaos import chaos, disturb, losses, read_metrics
+from raygpt.recipes import load_recipe
+from raygpt.testing.chaos import chaos, choose_kills, disturb, losses, read_metrics, steps_repeated
+from raygpt.testing.faults import Strike, parse
 
 SMALL = {
     "model": {"layers": 1, "heads": 2, "width": 16, "context": 16, "dropout": 0.1},
@@ -32,11 +34,44 @@ def survive(ray_cluster, s3, tmp_path):
     return run
 
 
+RESTARTS = [{"step": step, "restart": True, "time": at} for step, at in ((5, 20.0), (5, 40.0), (10, 60.0))]
+
+
+@pytest.mark.parametrize(
+    ("struck", "repeated"),
+    [
+        (Strike(0, step=8, reached=7, time=10.0), 2),
+        (Strike(0, step=6, reached=5, time=30.0), 0),  # before any progress
+        (Strike(0, step=10, reached=12, time=39.0), 7),  # in a save of step 10, after two more steps
+        (Strike(0, step=11, reached=10, time=39.9), 5),  # the other worker, before both start again
+        (Strike(0, step=3, reached=2, time=10.0), 2),  # before anything was logged: there is no line of step 0
+        (Strike(0, step=4, reached=3, time=70.0), 3),
+    ],
+)
+def test_what_is_repeated_is_since_the_step_of_the_restart_that_follows(struck, repeated):
+    assert steps_repeated(struck, RESTARTS) == repeated
+
+
+def test_kills_are_spread_over_steps_workers_and_saves():
+    training = {"batch_tokens": 5 * 16, "steps": 150, "checkpoint_every": EVERY}
+    chosen = [parse(text) for text in choose_kills(load_recipe("tiny", {**SMALL, "training": training}), 20, seed=1)]
+    steps = [fault.step for fault in chosen]
+    assert len(chosen) == len(set(steps)) == 20
+    assert steps == sorted(steps)
+    assert {fault.rank for fault in chosen} == {0, 1}
+    assert {fault.kind for fault in chosen} == {"kill"}
+    saves = [fault.step for fault in chosen if fault.when == "save"]
+    assert len(saves) == 6
+    assert all(step % EVERY == 0 and step <= 150 - 2 * EVERY for step in saves)  # two more follow, if it is left out
+
+
 def check(result, folder, kills, steps):
-    assert len(result.faults) == kills
+    assert sorted(result.struck) == sorted(result.faults)  # all of them
+    assert len(result.struck) == len(result.steps_repeated) == kills
     assert result.is_identical  # parameters, optimizer and every loss, to the bit
     assert [step for step, _ in losses(folder)] == list(range(1, steps + 1))  # each once, in order
-    assert sum("restart" in line for line in read_metrics(folder)) == kills
+    # Two may strike before the workers have started again, but that is rare.
+    assert kills - kills // 10 <= result.restarts == sum("restart" in line for line in read_metrics(folder)) <= kills
     # A save is begun when the one before is done: what is lost is since the last, and what one takes.
     assert all(0 <= repeated < 2 * EVERY for repeated in result.steps_repeated), result
 

@@ -368,7 +368,7 @@ def test_a_spike_is_told_of_or_ends_the_run(make_task, policy, warns, ends):
 
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_from_there(make_task):
     task = make_task(**{"training.checkpoint_every": 100})
-    events = run(task, FakeEngine(), [Orders(), Orders(stop=True)])  # asked after steps 3 and 6
+    events = run(task, FakeEngine(), [Orders(), Orders(), Orders(stop=True)])  # asked after steps 2, 3 and 6
     assert events[-1] == {"event": "stopped", "step": 6}
     assert checkpoints.newest(task.run_folder)[0].step == 6
     engine = FakeEngine()
@@ -378,13 +378,13 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_from_there(make_task):
 
 def test_a_validation_that_a_stop_left_out_is_made_up_for(make_task):
     task = make_task(**{"training.eval_every": 3})
-    assert ("val", 3) not in kinds(run(task, FakeEngine(), [Orders(stop=True)]))
+    assert ("val", 3) not in kinds(run(task, FakeEngine(), [Orders(), Orders(stop=True)]))
     assert ("val", 3) in kinds(run(task, FakeEngine()))
 
 
 def test_a_checkpoint_is_saved_when_it_is_asked_for_and_training_goes_on(make_task):
     task = make_task(**{"training.checkpoint_every": 100})
-    events = run(task, FakeEngine(), [Orders(save=True)])
+    events = run(task, FakeEngine(), [Orders(), Orders(save=True)])
     assert [event["step"] for event in events if event.get("event") == "checkpoint"] == [3, 10]
 
 
@@ -613,8 +613,8 @@ def test_orders_say_when_to_ask_again_at_the_latest(make_task):
     task = make_task(**{"training.log_every": 4, "training.steps": 12, "training.checkpoint_every": 100})
     session = Asked(FakeEngine(), [Orders(again=3), Orders(again=3), Orders(save=True, again=1), Orders(save=True)])
     Loop(task, session.engine, session).run()
-    assert session.after == [4, 7, 8, 9, 12]
-    assert [event["step"] for event in session.events if event.get("event") == "checkpoint"] == [8, 9, 12]
+    assert session.after == [2, 4, 7, 8, 12]  # 4, 8 and 12 are logged
+    assert [event["step"] for event in session.events if event.get("event") == "checkpoint"] == [7, 8, 12]
 
 
 def test_steps_that_take_long_are_asked_after_though_few_are_logged(make_task, monkeypatch):
@@ -630,7 +630,24 @@ def test_steps_that_take_long_are_asked_after_though_few_are_logged(make_task, m
     task = make_task(**{"training.log_every": 100, "training.steps": 12, "training.eval_every": 100})
     session = Asked(engine)
     Loop(task, engine, session).run()
-    assert session.after == [2, 4, 6, 8, 10, 12]  # every 4 s: the next would make it more than 5
+    assert session.after == [2, 3, 5, 7, 9, 11, 12]  # every 4 s: the next would make it more than 5
+
+
+def test_a_few_quick_steps_do_not_put_off_the_next_time(make_task, monkeypatch):
+    class Starved(FakeEngine):
+        now = 0.0
+
+        def step(self, state, batch):
+            read_ahead = {0: 30, 1: 0.001, 2: 0.001}  # the first is compiled, and batches are read in the meantime
+            self.now += read_ahead.get(state, 1)
+            return super().step(state, batch)
+
+    engine = Starved()
+    monkeypatch.setattr("raygpt.training.loop.time", SimpleNamespace(perf_counter=lambda: engine.now))
+    task = make_task(**{"training.log_every": 100, "training.steps": 30, "training.eval_every": 100})
+    session = Asked(engine)
+    Loop(task, engine, session).run()
+    assert session.after == [2, 3, 5, 9, 14, 19, 24, 29, 30]  # every 5 s, once that is known
 
 
 # Storage that fails, as it does
