@@ -66,11 +66,11 @@ class Engine(Grader, Protocol):
         ...
 
     def save(self, state: Any, folder: str) -> None:
-        """Begin to write this process's part of a state into a folder of its own; training goes on meanwhile."""
+        """Begin to take this process's part of a state off the devices, for a folder of its own; training goes on."""
         ...
 
     def wait_for_save(self) -> None:
-        """Until it is written; raises what went wrong."""
+        """Until that part is written; raises what went wrong. Called by the thread of a save."""
         ...
 
     def restore(self, folder: str) -> Any:

@@ -19,7 +19,7 @@ from raygpt.training import checkpoints
 from raygpt.training.session import Session
 from raygpt.training.task import Task
 
-PATIENCE_S = 60.0  # that a save waits for the one before it, and training with it
+PATIENCE_S = 5.0  # that a save waits for the one before it, and training with it; then it is left out
 BEAT_S = 5.0  # between two signs of life while the last save is waited for
 ASKED_S = 0.05
 RETRIED_S = 5.0  # before the last save of a run is tried again

@@ -131,11 +131,11 @@ class JaxEngine:
         return sharding.parameter_shardings(self.mesh, jax.eval_shape(self._initial))
 
     def save(self, state: State, folder: str) -> None:
-        """Begin to write the state into a folder, in the background."""
+        """Begin to copy the state to the host, for a folder."""
         self._saver.save(state, folder)
 
     def wait_for_save(self) -> None:
-        """Until the state that was last saved is written."""
+        """Write what was copied."""
         self._saver.wait()
 
     @cached_property
