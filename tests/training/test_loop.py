@@ -790,11 +790,11 @@ def test_an_upload_that_fails_twice_is_tried_again_and_nothing_is_said(make_task
 
 
 def test_an_upload_that_blocks_holds_up_no_step_and_the_next_save_is_left_out(make_task, monkeypatch):
-    monkeypatch.setattr("raygpt.training.saving.PATIENCE_S", 0.05)
     task, let_go, real = make_task(**EVERY_SECOND), threading.Event(), storage.move_there
 
     def move(path, uri):
         if "step-00000004" in uri:
+            monkeypatch.setattr("raygpt.training.saving.PATIENCE_S", 0.05)
             let_go.wait(60)
         real(path, uri)
 
