@@ -67,7 +67,7 @@ class Recovery(DefaultFailurePolicy):
     def __init__(self, config: Any, mailbox: Any, hang_after: float | None):
         super().__init__(config)
         self._mailbox, self._hang_after = mailbox, hang_after
-        self._steps: list[int] = []  # at which a fault struck
+        self._steps: list[int | None] = []  # at which a fault struck; none where the step had nothing to do with it
 
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
         cause = told(training_failed_error)
@@ -84,11 +84,14 @@ class Recovery(DefaultFailurePolicy):
             return decision
         step, silent_s = ray.get(self._mailbox.last_beat.remote())
         what = self._describe(cause, training_failed_error, silent_s)
-        self._steps.append(step)
         if isinstance(cause, StorageError):
             time.sleep(STORAGE_S)
-            self._steps[-1] = -len(self._steps)  # the step has nothing to do with it
-        if len(self._steps) >= REPEATED and len(set(self._steps[-REPEATED:])) == 1:
+        self._steps.append(None if isinstance(cause, StorageError) else step)
+        return self._judge(what, step, decision)
+
+    def _judge(self, what: str, step: int, decision: FailureDecision) -> FailureDecision:
+        """Say what becomes of the last fault."""
+        if self._steps[-REPEATED:] == [step] * REPEATED:
             text = f"the same fault came {REPEATED} times after step {step}, so that it is no accident: {what}"
             self._mailbox.put.remote({"event": "verdict", "text": f"{text}. The workers' logs say more"})
             return FailureDecision.RAISE
