@@ -9,10 +9,10 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from raygpt import __version__, standing
+from raygpt import __version__
 from raygpt.recipes.explain import flat
 from raygpt.report import curve, gather, normal
-from raygpt.runs import OpenRun
+from raygpt.runs import OpenRun, standing
 from raygpt.training.plan import size
 
 SAMPLES = 4  # that are shown open; the others unfold

@@ -21,10 +21,10 @@ from raygpt.config import Recipe
 from raygpt.corpus import tokenizers
 from raygpt.engines import read_weights
 from raygpt.recipes import load_recipe
+from raygpt.runs import checkpoints
+from raygpt.runs.metrics import METRICS
 from raygpt.testing.faults import VARIABLE, Strike, from_environment
-from raygpt.training import checkpoints
 from raygpt.training.launch import Result
-from raygpt.training.session import METRICS
 
 
 @dataclass(frozen=True)

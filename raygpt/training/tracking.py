@@ -25,7 +25,8 @@ from raygpt.config import Recipe, Track
 from raygpt.errors import RaygptError
 from raygpt.evaluation.tasks import SCORES
 from raygpt.recipes.explain import flat
-from raygpt.training.session import METRICS, Event
+from raygpt.runs.metrics import METRICS
+from raygpt.training.session import Event
 
 SENT = ("loss", "val_loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "data_wait_s")
 EXTRAS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}  # the extra's name and its module

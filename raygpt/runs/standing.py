@@ -8,10 +8,8 @@ from typing import Any
 
 from raygpt import storage
 from raygpt.errors import RaygptError
-from raygpt.runs import OpenRun, open_run
-from raygpt.training import checkpoints, records
-from raygpt.training.hold import holder_of
-from raygpt.training.resume import RECIPE
+from raygpt.runs import RECIPE, OpenRun, checkpoints, open_run, records
+from raygpt.runs.hold import holder_of
 
 Facts = dict[str, Any]
 KEYS = ("step", "steps", "loss", "val_loss", "tokens_per_s", "mfu")

@@ -1,12 +1,13 @@
-"""Which checkpoints of a run are kept."""
+"""Which checkpoints of a run are whole, and which are kept."""
 
 import json
 
 import pytest
 
+from raygpt import storage
 from raygpt.config import Run
-from raygpt.errors import RaygptError
-from raygpt.training import checkpoints
+from raygpt.errors import RaygptError, StorageError
+from raygpt.runs import checkpoints
 
 
 @pytest.fixture
@@ -75,3 +76,21 @@ def test_a_checkpoint_is_found_by_its_step(run, tmp_path):
     (tmp_path / "checkpoints" / "step-00000010" / "state").write_text("stale 1")
     with pytest.raises(RaygptError, match=r"the checkpoint of step 10 is damaged \(state was altered\)"):
         checkpoints.find(folder, 10)
+
+
+def test_a_storage_that_cannot_be_reached_is_no_damage(tmp_path, s3, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(checkpoints, "PAUSES_S", ())
+    run, part = f"{s3}/unreached", tmp_path / "part"
+    storage.write_bytes(str(part / "state"), b"state")
+    folder = checkpoints.folder_of(run, 10)
+    checkpoints.commit(folder, 10, {"engine": "jax"}, checkpoints.publish(part, folder))
+
+    def fail(uri, path):
+        raise StorageError(f"{uri} cannot be reached")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "download", fail)
+        with pytest.raises(StorageError, match="cannot be reached"):
+            checkpoints.newest(run)
+    assert checkpoints.newest(run)[0].step == 10

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from raygpt.errors import StorageError
-from raygpt.training.mailbox import Mailbox
 from raygpt.training.session import MetricsFile
 
 
@@ -102,40 +100,3 @@ def test_no_line_is_lost_while_another_thread_flushes(tmp_path):
     done.set()
     thread.join()
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, 3001))
-
-
-def test_a_wish_to_stop_outlives_the_workers_that_took_it():
-    mailbox = Mailbox()
-    mailbox.wish("save")
-    mailbox.wish("stop")
-    assert mailbox.take_wishes() == {"save", "stop"}
-    assert mailbox.take_wishes() == {"stop"}
-    assert mailbox.is_stopping()
-
-
-def test_what_was_told_of_an_earlier_try_does_not_count():
-    mailbox = Mailbox()
-    mailbox.tell(5, 1, {"files": {}})
-    mailbox.expect(5)
-    assert mailbox.told(5) == {}
-
-
-def test_a_storage_that_cannot_be_reached_is_no_damage(tmp_path, s3, monkeypatch):
-    from raygpt import storage
-    from raygpt.training import checkpoints
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(checkpoints, "PAUSES_S", ())
-    run, part = f"{s3}/unreached", tmp_path / "part"
-    storage.write_bytes(str(part / "state"), b"state")
-    folder = checkpoints.folder_of(run, 10)
-    checkpoints.commit(folder, 10, {"engine": "jax"}, checkpoints.publish(part, folder))
-
-    def fail(uri, path):
-        raise StorageError(f"{uri} cannot be reached")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(storage, "download", fail)
-        with pytest.raises(StorageError, match="cannot be reached"):
-            checkpoints.newest(run)
-    assert checkpoints.newest(run)[0].step == 10

@@ -19,10 +19,11 @@ from raygpt.corpus import tokenizers
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
-from raygpt.training import checkpoints, records
-from raygpt.training.checkpoints import Checkpoint
-from raygpt.training.resume import RECIPE
-from raygpt.training.session import METRICS, Event
+from raygpt.runs import checkpoints, records
+from raygpt.runs.checkpoints import Checkpoint
+from raygpt.runs.metrics import METRICS, Line
+
+RECIPE = "recipe.yaml"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class OpenRun:
         return tokenizers.load(self.folder)
 
     @cached_property
-    def metrics(self) -> list[Event]:
+    def metrics(self) -> list[Line]:
         """Every line that was logged, in order; half a line, which a killed run may leave, is none."""
         uri = storage.join(self.folder, METRICS)
         lines = storage.read_bytes(uri).splitlines(keepends=True) if storage.exists(uri) else []
