@@ -8,7 +8,6 @@ Nothing here imports an engine or Ray.
 """
 
 import contextlib
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,9 +18,9 @@ from raygpt.corpus import tokenizers
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
-from raygpt.runs import checkpoints, records
+from raygpt.runs import checkpoints, metrics, records
 from raygpt.runs.checkpoints import Checkpoint
-from raygpt.runs.metrics import METRICS, Line
+from raygpt.runs.metrics import Line
 
 RECIPE = "recipe.yaml"
 
@@ -52,10 +51,8 @@ class OpenRun:
 
     @cached_property
     def metrics(self) -> list[Line]:
-        """Every line that was logged, in order; half a line, which a killed run may leave, is none."""
-        uri = storage.join(self.folder, METRICS)
-        lines = storage.read_bytes(uri).splitlines(keepends=True) if storage.exists(uri) else []
-        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+        """Every line that was logged, in order."""
+        return metrics.read(self.folder)
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:

@@ -24,10 +24,9 @@ from raygpt.engines.torch import require_torch
 from raygpt.errors import RaygptError
 from raygpt.evaluation import prompts
 from raygpt.evaluation.tasks import Item, choose, read_items
-from raygpt.runs import RECIPE, checkpoints
+from raygpt.runs import RECIPE, checkpoints, metrics
 from raygpt.runs.checkpoints import Checkpoint
 from raygpt.runs.hold import held
-from raygpt.runs.metrics import last_metrics
 from raygpt.runs.records import Outcome, write_result
 from raygpt.testing import faults
 from raygpt.training import resume, tracking
@@ -150,7 +149,7 @@ def train(
     `profile` is the first and the last step to trace.
     """
     folder = run.plan.run_folder
-    last = last_metrics(folder)
+    last = metrics.latest(metrics.read(folder))
     if run.is_finished:
         run.corpus.close()
         return Result(folder, last, checkpoints.folder_of(folder, run.after))
