@@ -104,7 +104,8 @@ class MetricsFile:
 
 
 def _is_validation(line: Line) -> bool:
-    return "val_loss" in line
+    """With a loss, or with task scores alone."""
+    return "loss" not in line and "restart" not in line
 
 
 def _content(uri: str) -> bytes:

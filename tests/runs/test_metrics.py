@@ -33,6 +33,19 @@ def test_a_validation_that_is_made_again_is_not_there_twice(metrics, tmp_path):
     assert lines(tmp_path)[-1] == {"step": 3, "loss": 3.0}
 
 
+def test_task_scores_without_a_loss_are_not_there_twice_either(metrics, tmp_path):
+    """What is logged of a validation where the corpus is too short for one, and eval_tasks are asked for."""
+    metrics.append({"step": 4, "lambada_acc": 0.1})
+    metrics.append({"step": 5, "loss": 5.0})
+    metrics.append({"step": 5, "restart": True})
+    metrics.append({"step": 5, "lambada_acc": 0.2})
+    before = lines(tmp_path)
+    MetricsFile(str(tmp_path)).keep_until(5)
+    assert lines(tmp_path) == before
+    MetricsFile(str(tmp_path)).keep_until(5, is_validated=False)
+    assert lines(tmp_path) == before[:-1]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
