@@ -107,7 +107,7 @@ def _about_one(run: OpenRun, facts: Mapping[str, Any]) -> str:
 
 def _tiles(facts: Mapping[str, Any]) -> str:
     of = f"of {facts['steps']:,} steps" if facts["steps"] else "steps"
-    best = min((found["val_loss"] for found in facts["checkpoints"] if found["val_loss"] is not None), default=None)
+    best = next((found["val_loss"] for found in facts["checkpoints"] if found["step"] == facts["best"]), None)
     tiles = [
         (of, f"{facts['step']:,}"),
         ("training loss", _number(facts["loss"], ".4f")),

@@ -88,13 +88,11 @@ class OpenRun:
     def pick(self, step: int | None = None, best: bool = True) -> Checkpoint:
         """The checkpoint of a step; else the one of the lowest validation loss, or the newest where none has one."""
         if step is not None:
-            return self._named(step)
-        scored = [step for step in self.steps if step in self.scores] if best else []
-        newest_first = sorted(self.steps, reverse=True)
-        candidates = sorted(scored, key=lambda step: (self.scores[step], -step))
-        for candidate in dict.fromkeys([*candidates, *newest_first]):
+            return checkpoints.find(self.folder, step)
+        candidates = checkpoints.best_first(self.steps, self.scores) if best else []
+        for candidate in dict.fromkeys([*candidates, *reversed(self.steps)]):
             with contextlib.suppress(RaygptError):  # a damaged one is passed over
-                return self._named(candidate)
+                return checkpoints.find(self.folder, candidate)
         unfinished = ", ".join(map(str, self._folders))
         begun = f" (unfinished or damaged: {unfinished})" if unfinished else ""
         raise RaygptError(f"{self.folder} has no whole checkpoint{begun}; train it further: raygpt train")
@@ -103,26 +101,9 @@ class OpenRun:
         """What a checkpoint's state belongs to: engine, recipe in steps, tokenizer, data."""
         return checkpoints.facts(checkpoint)
 
-    def _named(self, step: int) -> Checkpoint:
-        if self._folders.get(step) is False:
-            raise RaygptError(f"{self.folder}: the checkpoint of step {step} is unfinished; {self._there()}")
-        if step not in self.steps:
-            raise RaygptError(f"{self.folder} has no checkpoint of step {step}; {self._there()}")
-        return checkpoints.find(self.folder, step)
-
-    def _there(self) -> str:
-        return f"there are: {', '.join(map(str, self.steps)) or 'none'}"
-
     @cached_property
     def _folders(self) -> dict[int, bool]:
-        """Step -> whether its folder has a marker."""
-        home = storage.join(self.folder, checkpoints.FOLDER)
-        found = {}
-        for name in storage.folders(home):
-            number = name.removeprefix("step-")
-            if name.startswith("step-") and number.isdecimal():
-                found[int(number)] = storage.exists(storage.join(home, name, checkpoints.MARKER))
-        return found
+        return checkpoints.folders(self.folder)
 
 
 def open_run(folder: str) -> OpenRun:

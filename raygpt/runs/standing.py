@@ -55,7 +55,7 @@ def details(run: OpenRun) -> Facts:
         "parameters": run.recipe.model.parameters(run.tokenizer.vocab),
         "tokens": max((line["tokens"] for line in run.metrics if "tokens" in line), default=0),
         "checkpoints": [_checkpoint(run, step) for step in run.steps],
-        "best": min(run.scores.keys() & set(run.steps), key=lambda step: (run.scores[step], -step), default=None),
+        "best": next(iter(checkpoints.best_first(run.steps, run.scores)), None),
         "restarts": [{"step": line["step"], "time": line.get("time")} for line in restarts(run.metrics)],
         "sample": run.samples[-1] if run.samples else None,
         "about": run.about,

@@ -52,6 +52,11 @@ def test_the_best_is_picked_or_the_newest_or_the_one_that_is_named(run):
     assert opened.facts(opened.pick(10))["engine"] == "jax"
 
 
+def test_of_equal_losses_the_newest_is_picked(run):
+    (run / "checkpoints" / "scores.json").write_text('{"10": 2.0, "20": 2.0, "30": NaN}')
+    assert open_run(str(run)).pick().step == 20
+
+
 def test_without_scores_the_newest_is_picked(run):
     (run / "checkpoints" / "scores.json").write_text('{"10": null}')
     assert open_run(str(run)).pick().step == 30
