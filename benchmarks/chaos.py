@@ -16,7 +16,8 @@ import record
 import yaml
 
 from raygpt.recipes import load_recipe
-from raygpt.testing.chaos import chaos, read_metrics
+from raygpt.runs import metrics
+from raygpt.testing.chaos import chaos
 from raygpt.training import launch
 
 
@@ -32,7 +33,7 @@ def main() -> None:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     with tempfile.TemporaryDirectory() as home, launch.on_cluster(recipe):
         result = chaos(arguments.recipe, kills=arguments.kills, seed=arguments.seed, home=home, **words)
-        logged = read_metrics(f"{home}/undisturbed")
+        logged = metrics.read(f"{home}/undisturbed")
     speeds = [line["tokens_per_s"] for line in logged if "tokens_per_s" in line]
     figures = {
         **asdict(result),

@@ -7,7 +7,6 @@ Run it on an idle machine: each step is 6 · 8,192 tokens · 124 M parameters = 
 """
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raygpt.recipes import load_recipe
+from raygpt.runs import metrics
 from raygpt.training import launch
 
 RECIPE = "gpt2-124m-wikitext103-smoke"
@@ -59,7 +59,7 @@ def smoke(changes: dict[str, str]) -> dict[str, Any]:
     if result.error:
         raise result.error
     steps: dict[int, dict[str, float]] = {}
-    for line in map(json.loads, Path(result.path, "metrics.jsonl").read_text().splitlines()):
+    for line in metrics.read(result.path):
         kept = {key: line[key] for key in ("loss", "val_loss", "tokens_per_s", "data_wait_s") if key in line}
         steps.setdefault(line["step"], {}).update(kept)
     return {"recipe": RECIPE, "seconds": moments, "streamed": run.plan.train_tokens is None, "steps": steps}

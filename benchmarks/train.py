@@ -16,7 +16,7 @@ import record
 
 from raygpt.recipes import load_recipe
 from raygpt.training import launch
-from raygpt.training.metrics import mfu
+from raygpt.training.mfu import mfu
 
 
 def main() -> None:

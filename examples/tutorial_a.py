@@ -18,7 +18,7 @@ def train(config):
     import ray.train
 
     from raygpt.engines.jax.engine import JaxEngine
-    from raygpt.training.checkpoints import publish
+    from raygpt.runs.checkpoints import publish
     from raygpt.training.loop import val_windows
 
     recipe, corpus = config["recipe"], config["corpus"]

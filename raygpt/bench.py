@@ -21,7 +21,7 @@ from raygpt.config import Recipe
 from raygpt.engines import devices_of, engine_of
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
-from raygpt.training.metrics import mfu
+from raygpt.training.mfu import mfu
 
 GPT2_VOCAB, CHARACTERS = 50257, 65  # of GPT-2; of Shakespeare, which nanoGPT trains on where there is only a CPU
 ROUND, FIRST, WARM_UP, BATCHES = 10, 5, 10, 4  # steps: of a round, whose losses are kept, to warm up; batches in turn

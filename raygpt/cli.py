@@ -247,7 +247,7 @@ def runs(
 ) -> None:
     """List runs: how far they are, how fast, and whether they are running, finished, stopped or failed."""
     from raygpt import outcomes
-    from raygpt.standing import standing_of_all
+    from raygpt.runs.standing import standing_of_all
 
     found = standing_of_all(storage)
     if as_json:
@@ -261,7 +261,7 @@ def show(run: Run, as_json: Json = False) -> None:
     """Show a run: recipe, progress, checkpoints and their losses, restarts, its last sample, disk use."""
     from raygpt import outcomes
     from raygpt.runs import open_run
-    from raygpt.standing import details
+    from raygpt.runs.standing import details
 
     facts = details(open_run(run))
     if as_json:

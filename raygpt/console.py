@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Table
 
 from raygpt.config import TASKS
-from raygpt.training.metrics import peak_flops
+from raygpt.training.mfu import peak_flops
 
 if TYPE_CHECKING:
     from raygpt.corpus import prepare

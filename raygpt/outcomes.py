@@ -20,7 +20,7 @@ from raygpt.evaluation.tasks import Result
 from raygpt.inference.loaded import Loaded, Weighed
 from raygpt.recipes.explain import flat
 from raygpt.runs import OpenRun
-from raygpt.standing import ago
+from raygpt.runs.standing import ago
 from raygpt.training.plan import size
 
 STATES = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "unreadable": "red"}

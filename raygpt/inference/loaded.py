@@ -10,9 +10,8 @@ from raygpt.engines import make_reader, read_parameters
 from raygpt.engines.base import Arrays, Reader
 from raygpt.engines.torch import require_torch
 from raygpt.errors import RaygptError
-from raygpt.runs import OpenRun
-from raygpt.training import checkpoints
-from raygpt.training.checkpoints import Checkpoint
+from raygpt.runs import OpenRun, checkpoints
+from raygpt.runs.checkpoints import Checkpoint
 
 
 @dataclass(frozen=True)

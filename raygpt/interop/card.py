@@ -8,8 +8,7 @@ CURVE = "loss.svg"
 
 def files(found: Weighed) -> dict[str, str]:
     """README.md, and the curve where there is one to draw."""
-    train = [(line["step"], line["loss"]) for line in found.run.metrics if "loss" in line]
-    val = [(line["step"], line["val_loss"]) for line in found.run.metrics if "val_loss" in line]
+    train, val = curve.losses(found.run.metrics)
     drawn = {CURVE: curve.draw(found.run.name, train, val)} if train else {}
     return {"README.md": _card(found, bool(drawn)), **drawn}
 

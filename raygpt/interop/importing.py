@@ -21,9 +21,7 @@ from raygpt.errors import RaygptError
 from raygpt.interop.exporting import CONFIG, WEIGHTS
 from raygpt.interop.tokenizer_json import from_json
 from raygpt.recipes.explain import explain_first
-from raygpt.runs import OpenRun, open_run
-from raygpt.training import checkpoints
-from raygpt.training.resume import RECIPE
+from raygpt.runs import RECIPE, OpenRun, checkpoints, open_run
 
 INDEX = f"{WEIGHTS}.index.json"  # where large models are cut into several files
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -3,24 +3,22 @@
 python -m raygpt.report.curve RUN OUT.svg
 """
 
-import json
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from raygpt import storage
+from raygpt.runs import open_run
+from raygpt.runs.metrics import Line
 
 Points = Sequence[tuple[float, float]]
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 320, 52, 16, 34, 40
 
 
-def losses(run_folder: str) -> tuple[Points, Points]:
-    """(step, loss) of the training batches, and of the validations."""
-    lines = storage.read_bytes(storage.join(run_folder, "metrics.jsonl")).splitlines()
-    events = [json.loads(line) for line in lines]
-    train = [(event["step"], event["loss"]) for event in events if "loss" in event]
-    return train, [(event["step"], event["val_loss"]) for event in events if "val_loss" in event]
+def losses(lines: Sequence[Line]) -> tuple[Points, Points]:
+    """(step, loss) of the training batches, and of the validations, out of what a run has logged."""
+    train = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    return train, [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
 
 
 def draw(title: str, train: Points, val: Points) -> str:
@@ -78,4 +76,4 @@ def _line(points: Points, colour: str, width: float) -> str:
 
 if __name__ == "__main__":
     run, out = sys.argv[1:]
-    Path(out).write_text(draw(Path(run).name, *losses(run)))
+    Path(out).write_text(draw(Path(run).name, *losses(open_run(run).metrics)))

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from raygpt.runs import OpenRun
+from raygpt.runs import OpenRun, metrics
 
 COLUMNS = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "data_wait_s")
 POINTS = 1000  # of a curve on a page: as many as it has pixels across
@@ -26,7 +26,7 @@ def val_series(run: OpenRun) -> Series:
 
 def restarts(run: OpenRun) -> Series:
     """Where the run was started anew."""
-    return _axes(run, [line for line in run.metrics if line.get("restart")])
+    return _axes(run, metrics.restarts(run.metrics))
 
 
 def thinned(series: Series, points: int = POINTS) -> Series:

@@ -9,10 +9,10 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from raygpt import __version__, standing
+from raygpt import __version__
 from raygpt.recipes.explain import flat
 from raygpt.report import curve, gather, normal
-from raygpt.runs import OpenRun
+from raygpt.runs import OpenRun, standing
 from raygpt.training.plan import size
 
 SAMPLES = 4  # that are shown open; the others unfold
@@ -107,7 +107,7 @@ def _about_one(run: OpenRun, facts: Mapping[str, Any]) -> str:
 
 def _tiles(facts: Mapping[str, Any]) -> str:
     of = f"of {facts['steps']:,} steps" if facts["steps"] else "steps"
-    best = min((found["val_loss"] for found in facts["checkpoints"] if found["val_loss"] is not None), default=None)
+    best = next((found["val_loss"] for found in facts["checkpoints"] if found["step"] == facts["best"]), None)
     tiles = [
         (of, f"{facts['step']:,}"),
         ("training loss", _number(facts["loss"], ".4f")),

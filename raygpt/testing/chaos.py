@@ -5,7 +5,6 @@ from raygpt.testing.chaos import chaos
 print(chaos("tiny", kills=3, seed=0, home="runs", **{"cluster.workers": 2, "training.steps": 60}))
 """
 
-import json
 import os
 import random
 import time
@@ -21,10 +20,9 @@ from raygpt.config import Recipe
 from raygpt.corpus import tokenizers
 from raygpt.engines import read_weights
 from raygpt.recipes import load_recipe
+from raygpt.runs import RECIPE, checkpoints, metrics
 from raygpt.testing.faults import VARIABLE, Strike, from_environment
-from raygpt.training import checkpoints
 from raygpt.training.launch import Result
-from raygpt.training.session import METRICS
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ def disturb(recipe: str, faults: list[str], *, home: str, **overrides: Any) -> C
     with patch.dict(os.environ, {VARIABLE: " ".join(faults)}):
         killed, disturbed_s = _timed(recipe, "disturbed", home, overrides)
         strikes = from_environment(killed.path).struck()
-    restarts = [line for line in read_metrics(killed.path) if "restart" in line]
+    restarts = metrics.restarts(metrics.read(killed.path))
     return Chaos(
         faults,
         struck=[faults[strike.number] for strike in strikes],
@@ -89,14 +87,9 @@ def steps_repeated(strike: Strike, restarts: list[dict[str, Any]]) -> int:
     return strike.reached - (after if after <= strike.reached else 0)
 
 
-def read_metrics(run_folder: str) -> list[dict[str, Any]]:
-    """Every line that a run has logged."""
-    return [json.loads(line) for line in storage.read_bytes(storage.join(run_folder, METRICS)).splitlines()]
-
-
 def losses(run_folder: str) -> list[tuple[int, float]]:
     """Step and loss of every step that was logged, in the order of the file."""
-    return [(line["step"], line["loss"]) for line in read_metrics(run_folder) if "loss" in line]
+    return [(line["step"], line["loss"]) for line in metrics.read(run_folder) if "loss" in line]
 
 
 def _timed(recipe: str, name: str, home: str, overrides: dict[str, Any]) -> tuple[Result, float]:
@@ -116,7 +109,7 @@ def read_state(run_folder: str) -> dict[str, Any]:
     """Parameters and optimizer of a run's last checkpoint."""
     checkpoint = checkpoints.find(run_folder, None)
     facts = checkpoints.facts(checkpoint)
-    model = load_recipe(storage.join(run_folder, "recipe.yaml")).model
+    model = load_recipe(storage.join(run_folder, RECIPE)).model
     folder = checkpoints.on_this_node(checkpoint)
     weights = read_weights(facts["engine"], folder, model, tokenizers.load(run_folder).vocab)
     kinds = {"parameters": weights.parameters, "means": weights.means, "squares": weights.squares}

@@ -24,17 +24,18 @@ from raygpt.engines.torch import require_torch
 from raygpt.errors import RaygptError
 from raygpt.evaluation import prompts
 from raygpt.evaluation.tasks import Item, choose, read_items
+from raygpt.runs import RECIPE, checkpoints, metrics
+from raygpt.runs.checkpoints import Checkpoint
+from raygpt.runs.hold import held
+from raygpt.runs.records import Outcome, write_result
 from raygpt.testing import faults
-from raygpt.training import checkpoints, resume, tracking
+from raygpt.training import resume, tracking
 from raygpt.training.backend import Processes
-from raygpt.training.checkpoints import Checkpoint
-from raygpt.training.hold import held
 from raygpt.training.mailbox import open_mailbox
 from raygpt.training.plan import Plan, in_steps, make_plan
-from raygpt.training.records import Outcome, write_result
 from raygpt.training.recovery import Trainer, told
 from raygpt.training.scaling import Workers, choose_workers, ensure_room, ensure_shared
-from raygpt.training.session import Event, last_metrics
+from raygpt.training.session import Event
 from raygpt.training.stopping import stoppable
 from raygpt.training.task import Task
 from raygpt.training.worker import work
@@ -148,7 +149,7 @@ def train(
     `profile` is the first and the last step to trace.
     """
     folder = run.plan.run_folder
-    last = last_metrics(folder)
+    last = metrics.latest(metrics.read(folder))
     if run.is_finished:
         run.corpus.close()
         return Result(folder, last, checkpoints.folder_of(folder, run.after))
@@ -165,7 +166,7 @@ def train(
         show(event)
 
     with on_cluster(run.recipe), contextlib.closing(run.corpus), held(folder) as still_ours:
-        storage.write_bytes(storage.join(folder, resume.RECIPE), run.asked.to_yaml().encode())
+        storage.write_bytes(storage.join(folder, RECIPE), run.asked.to_yaml().encode())
         tokenizers.save(run.corpus.tokenizer, folder)
         val = tuple(store.val for store in run.corpus.stores)
         struck = faults.from_environment(folder)

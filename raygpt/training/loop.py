@@ -23,9 +23,9 @@ from raygpt.engines import read_weights
 from raygpt.engines.base import Engine
 from raygpt.errors import RaygptError
 from raygpt.evaluation import prompts, tasks
-from raygpt.training import checkpoints, records
-from raygpt.training.checkpoints import Checkpoint
-from raygpt.training.metrics import mfu
+from raygpt.runs import checkpoints, records
+from raygpt.runs.checkpoints import Checkpoint
+from raygpt.training.mfu import mfu
 from raygpt.training.profiling import Profile
 from raygpt.training.saving import Saving
 from raygpt.training.session import Event, Orders, Session

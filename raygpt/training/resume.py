@@ -7,10 +7,9 @@ from raygpt.config import Recipe
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.recipes.explain import flat
-from raygpt.training import checkpoints
-from raygpt.training.checkpoints import Checkpoint
+from raygpt.runs import RECIPE, checkpoints
+from raygpt.runs.checkpoints import Checkpoint
 
-RECIPE = "recipe.yaml"
 # What changes neither batches nor numbers may change between two parts of a run.
 FREE = (
     "cluster.",

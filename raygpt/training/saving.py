@@ -15,7 +15,7 @@ from typing import Any
 
 from raygpt.engines.base import Engine
 from raygpt.errors import RaygptError
-from raygpt.training import checkpoints
+from raygpt.runs import checkpoints
 from raygpt.training.session import Session
 from raygpt.training.task import Task
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from raygpt import storage
 from raygpt.errors import RaygptError
-from raygpt.training.hold import holder_of
+from raygpt.runs.hold import holder_of
 from raygpt.training.session import Event
 
 WISH = "stop"

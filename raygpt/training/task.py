@@ -11,8 +11,8 @@ from raygpt.corpus.feed import Feed
 from raygpt.corpus.store import TokenStream
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.evaluation.tasks import Item
+from raygpt.runs.checkpoints import Checkpoint
 from raygpt.testing.faults import Faults
-from raygpt.training.checkpoints import Checkpoint
 
 
 @dataclass(frozen=True, repr=False)

@@ -25,7 +25,8 @@ from raygpt.config import Recipe, Track
 from raygpt.errors import RaygptError
 from raygpt.evaluation.tasks import SCORES
 from raygpt.recipes.explain import flat
-from raygpt.training.session import METRICS, Event
+from raygpt.runs import metrics as logged
+from raygpt.training.session import Event
 
 SENT = ("loss", "val_loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "data_wait_s")
 EXTRAS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}  # the extra's name and its module
@@ -251,7 +252,7 @@ class RayMetrics:
         }
         for gauge in self._gauges.values():
             gauge.set_default_tags(tags)
-        self._restarts = _restarts(run_folder)
+        self._restarts = len(logged.restarts(logged.read(run_folder)))
 
     def begin(self, after: int) -> None:
         """A gauge, not a counter: a counter would begin at zero in each new process."""
@@ -265,13 +266,6 @@ class RayMetrics:
 
     def close(self) -> None:
         """They go with the process."""
-
-
-def _restarts(run_folder: str) -> int:
-    """How often a run was restarted until now."""
-    uri = storage.join(run_folder, METRICS)
-    lines = storage.read_bytes(uri).splitlines(keepends=True) if storage.exists(uri) else []
-    return sum(1 for line in lines if line.endswith(b"\n") and json.loads(line).get("restart"))
 
 
 def _id_of(run_folder: str) -> str:

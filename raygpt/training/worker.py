@@ -12,9 +12,9 @@ from raygpt.config import Recipe
 from raygpt.engines import engine_of
 from raygpt.engines.base import Engine
 from raygpt.errors import RaygptError, StorageError
+from raygpt.runs import RECIPE
 from raygpt.training.loop import Loop
 from raygpt.training.plan import split_batch
-from raygpt.training.resume import RECIPE
 from raygpt.training.scaling import not_shared
 from raygpt.training.session import RaySession, Session
 from raygpt.training.task import Task

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from raygpt.config import Run
-from raygpt.training import checkpoints
+from raygpt.runs import checkpoints
 
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate")
 

@@ -11,7 +11,7 @@ import pytest
 
 import raygpt
 from raygpt.recipes import load_recipe
-from raygpt.training import checkpoints
+from raygpt.runs import checkpoints
 
 RECIPE = {"model": {"layers": 1, "heads": 2, "width": 16, "context": 16}, "training.batch_tokens": 32}
 

@@ -3,7 +3,8 @@
 import pytest
 
 from raygpt.recipes import load_recipe
-from raygpt.testing.chaos import chaos, choose_kills, disturb, losses, read_metrics, steps_repeated
+from raygpt.runs.metrics import read as read_metrics
+from raygpt.testing.chaos import chaos, choose_kills, disturb, losses, steps_repeated
 from raygpt.testing.faults import Strike, parse
 
 SMALL = {

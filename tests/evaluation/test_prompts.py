@@ -13,7 +13,7 @@ from raygpt.recipes.explain import flat
 from raygpt.report import normal
 from raygpt.report.page import page
 from raygpt.runs import open_run
-from raygpt.training.records import keep_sample, read_samples
+from raygpt.runs.records import keep_sample, read_samples
 
 CONTEXT, VOCAB = 12, 257
 

@@ -4,7 +4,7 @@ import json
 
 from raygpt.corpus import tokenizers
 from raygpt.recipes import load_recipe
-from raygpt.training.records import keep_sample, write_about
+from raygpt.runs.records import keep_sample, write_about
 
 
 def make_run(home, name, lines, settings=None, samples=()):

@@ -21,7 +21,7 @@ from raygpt.corpus.feed import Feed, val_windows
 from raygpt.corpus.nanogpt import open_nanogpt
 from raygpt.errors import RaygptError, StorageError
 from raygpt.recipes import load_recipe
-from raygpt.training import checkpoints
+from raygpt.runs import checkpoints
 from raygpt.training.loop import Loop, read_ahead
 from raygpt.training.saving import Saving
 from raygpt.training.session import LocalSession, Orders

@@ -13,9 +13,10 @@ import pytest
 import raygpt
 from raygpt.errors import RaygptError
 from raygpt.recipes import check_part
-from raygpt.testing.chaos import losses, read_metrics
+from raygpt.runs import checkpoints
+from raygpt.runs.metrics import read as read_metrics
+from raygpt.testing.chaos import losses
 from raygpt.testing.faults import VARIABLE
-from raygpt.training import checkpoints
 from raygpt.training.launch import fit
 from raygpt.training.mailbox import open_mailbox
 from raygpt.training.scaling import choose_workers

@@ -3,7 +3,7 @@
 import pytest
 
 from raygpt.errors import RaygptError
-from raygpt.training import checkpoints
+from raygpt.runs import checkpoints
 from raygpt.training.resume import check_text
 
 

@@ -11,7 +11,8 @@ from raygpt.corpus import pipeline, prepare
 from raygpt.corpus.growing import is_whole
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
-from raygpt.training import checkpoints, launch
+from raygpt.runs import checkpoints
+from raygpt.training import launch
 
 UNITS = 4
 BATCH = 5 * 16  # tokens; a unit has some 2,000, so 25 batches

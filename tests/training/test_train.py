@@ -12,9 +12,9 @@ import raygpt
 from raygpt import storage
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
+from raygpt.runs import checkpoints
+from raygpt.runs.hold import held
 from raygpt.testing.chaos import losses
-from raygpt.training import checkpoints
-from raygpt.training.hold import held
 
 SMALL = {
     "model": {"layers": 1, "heads": 2, "width": 16, "context": 16, "dropout": 0.1},

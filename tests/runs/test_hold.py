@@ -9,8 +9,8 @@ import time
 import pytest
 
 from raygpt.errors import RaygptError
-from raygpt.training import hold
-from raygpt.training.hold import held
+from raygpt.runs import hold
+from raygpt.runs.hold import held
 
 
 @pytest.fixture(params=["disk", "s3"])
@@ -73,7 +73,7 @@ def test_a_process_of_this_machine_that_was_killed_holds_nothing(tmp_path):
     code = "\n".join(
         [
             "import sys, time",
-            "from raygpt.training.hold import held",
+            "from raygpt.runs.hold import held",
             "with held(sys.argv[1]):",
             "    print('held', flush=True)",
             "    time.sleep(60)",

@@ -3,15 +3,16 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import raygpt.runs
 from raygpt import storage
 from raygpt.corpus import tokenizers
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
-from raygpt.runs import open_run
-from raygpt.training import checkpoints
+from raygpt.runs import checkpoints, open_run
 
 
 @pytest.fixture
@@ -49,6 +50,11 @@ def test_the_best_is_picked_or_the_newest_or_the_one_that_is_named(run):
     assert opened.pick(best=False).step == 30
     assert opened.pick(10).folder == checkpoints.folder_of(str(run), 10)
     assert opened.facts(opened.pick(10))["engine"] == "jax"
+
+
+def test_of_equal_losses_the_newest_is_picked(run):
+    (run / "checkpoints" / "scores.json").write_text('{"10": 2.0, "20": 2.0, "30": NaN}')
+    assert open_run(str(run)).pick().step == 20
 
 
 def test_without_scores_the_newest_is_picked(run):
@@ -116,7 +122,12 @@ def test_a_run_on_s3_is_fetched_once_and_checked(run, s3, tmp_path, monkeypatch)
         open_run(f"{s3}/runs/other")
 
 
-def test_opening_a_run_imports_neither_ray_nor_an_engine():
-    code = "import sys, raygpt.runs; sys.exit(' '.join({'ray', 'jax', 'torch'} & set(sys.modules)) or 0)"
+MODULES = sorted(path.stem for path in Path(raygpt.runs.__file__).parent.glob("*.py") if path.stem != "__init__")
+
+
+def test_the_format_of_a_run_imports_neither_ray_nor_an_engine_nor_the_rooms_that_use_it():
+    rooms = [f"raygpt.{name}" for name in ("training", "inference", "evaluation", "report", "interop", "engines")]
+    code = f"import sys, {', '.join(f'raygpt.runs.{name}' for name in MODULES)}\n"
+    code += f"sys.exit(' '.join({{'ray', 'jax', 'torch', *{rooms}}} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -8,10 +8,9 @@ from typing import Any
 
 from raygpt import storage
 from raygpt.errors import RaygptError
-from raygpt.runs import OpenRun, open_run
-from raygpt.training import checkpoints, records
-from raygpt.training.hold import holder_of
-from raygpt.training.resume import RECIPE
+from raygpt.runs import RECIPE, OpenRun, checkpoints, open_run, records
+from raygpt.runs.hold import holder_of
+from raygpt.runs.metrics import latest, restarts
 
 Facts = dict[str, Any]
 KEYS = ("step", "steps", "loss", "val_loss", "tokens_per_s", "mfu")
@@ -41,9 +40,7 @@ def _or_why_not(folder: str) -> Facts:
 
 def standing(run: OpenRun) -> Facts:
     """Name, engine, model, progress and state."""
-    last: Facts = {}
-    for line in run.metrics:
-        last |= line
+    last = latest(run.metrics)
     state, why = _state(run, last)
     facts = {"name": run.name, "folder": run.folder, "engine": run.recipe.engine, "model": _model(run)}
     progress = {"step": last.get("step", 0), "steps": run.total_steps}
@@ -53,14 +50,13 @@ def standing(run: OpenRun) -> Facts:
 
 def details(run: OpenRun) -> Facts:
     """The same, and recipe, checkpoints, restarts, the last sample, what it ran on and its disk use."""
-    restarts = [{"step": line["step"], "time": line.get("time")} for line in run.metrics if line.get("restart")]
     return {
         **standing(run),
         "parameters": run.recipe.model.parameters(run.tokenizer.vocab),
         "tokens": max((line["tokens"] for line in run.metrics if "tokens" in line), default=0),
         "checkpoints": [_checkpoint(run, step) for step in run.steps],
-        "best": min(run.scores.keys() & set(run.steps), key=lambda step: (run.scores[step], -step), default=None),
-        "restarts": restarts,
+        "best": next(iter(checkpoints.best_first(run.steps, run.scores)), None),
+        "restarts": [{"step": line["step"], "time": line.get("time")} for line in restarts(run.metrics)],
         "sample": run.samples[-1] if run.samples else None,
         "about": run.about,
         "disk_bytes": sum(storage.files(run.folder).values()),

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raygpt.errors import StorageError
-from raygpt.training.mailbox import Mailbox
-from raygpt.training.session import MetricsFile
+from raygpt.runs.metrics import MetricsFile, latest, read, restarts
 
 
 def lines(folder):
@@ -35,13 +33,67 @@ def test_a_validation_that_is_made_again_is_not_there_twice(metrics, tmp_path):
     assert lines(tmp_path)[-1] == {"step": 3, "loss": 3.0}
 
 
-def test_half_a_line_that_a_killed_process_left_is_no_line(metrics, tmp_path):
-    with Path(tmp_path, "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')
+def test_task_scores_without_a_loss_are_not_there_twice_either(metrics, tmp_path):
+    """What is logged of a validation where the corpus is too short for one, and eval_tasks are asked for."""
+    metrics.append({"step": 4, "lambada_acc": 0.1})
+    metrics.append({"step": 5, "loss": 5.0})
+    metrics.append({"step": 5, "restart": True})
+    metrics.append({"step": 5, "lambada_acc": 0.2})
+    before = lines(tmp_path)
+    MetricsFile(str(tmp_path)).keep_until(5)
+    assert lines(tmp_path) == before
+    MetricsFile(str(tmp_path)).keep_until(5, is_validated=False)
+    assert lines(tmp_path) == before[:-1]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"step": 4, "lo',  # killed while it was written
+        b'{"step": 4, "loss": 4.0}',  # all but its end
+        b'{"step": 4, "lo\n',
+        b"\0" * 40 + b"\n",  # a machine that lost its power
+        b"\xff\xfe\x80\n",
+        b'"step"\n',
+        b"{}\n",
+        b"\n",
+    ],
+)
+def test_what_is_left_of_a_last_line_is_read_as_none_and_written_over(metrics, tmp_path, damage):
+    whole = lines(tmp_path)
+    with Path(tmp_path, "metrics.jsonl").open("ab") as file:
+        file.write(damage)
+    assert read(str(tmp_path)) == whole
     again = MetricsFile(str(tmp_path))
-    again.keep_until(10)
+    assert again.keep_until(10)
     again.append({"step": 4, "loss": 4.0})
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 3, 4]
+    assert lines(tmp_path) == read(str(tmp_path)) == [*whole, {"step": 4, "loss": 4.0}]
+
+
+def test_a_run_that_has_logged_nothing_has_no_lines(tmp_path):
+    assert read(str(tmp_path)) == []
+    assert latest([]) == {}
+    assert not MetricsFile(str(tmp_path)).keep_until(0)
+
+
+def test_the_latest_of_each_metric_and_the_restarts(metrics, tmp_path):
+    metrics.append({"step": 3, "restart": True, "time": 5.0})
+    metrics.append({"step": 4, "loss": 4.0})
+    assert latest(read(str(tmp_path))) == {"step": 4, "loss": 4.0, "val_loss": 9.0, "time": 5.0}
+    assert restarts(read(str(tmp_path))) == [{"step": 3, "restart": True, "time": 5.0}]
+
+
+def test_lines_in_an_object_store_are_read_back_and_go_on(s3):
+    first = MetricsFile(f"{s3}/logged")
+    first.keep_until(0)
+    for step in (1, 2, 3):
+        first.append({"step": step, "loss": float(step)})
+    first.flush()
+    again = MetricsFile(f"{s3}/logged")
+    assert again.keep_until(2)
+    again.append({"step": 3, "loss": 3.5})
+    again.flush()
+    assert [line["loss"] for line in read(f"{s3}/logged")] == [1.0, 2.0, 3.5]
 
 
 def test_lines_that_a_full_disk_refused_are_kept_and_written_once(metrics, tmp_path, monkeypatch):
@@ -102,40 +154,3 @@ def test_no_line_is_lost_while_another_thread_flushes(tmp_path):
     done.set()
     thread.join()
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, 3001))
-
-
-def test_a_wish_to_stop_outlives_the_workers_that_took_it():
-    mailbox = Mailbox()
-    mailbox.wish("save")
-    mailbox.wish("stop")
-    assert mailbox.take_wishes() == {"save", "stop"}
-    assert mailbox.take_wishes() == {"stop"}
-    assert mailbox.is_stopping()
-
-
-def test_what_was_told_of_an_earlier_try_does_not_count():
-    mailbox = Mailbox()
-    mailbox.tell(5, 1, {"files": {}})
-    mailbox.expect(5)
-    assert mailbox.told(5) == {}
-
-
-def test_a_storage_that_cannot_be_reached_is_no_damage(tmp_path, s3, monkeypatch):
-    from raygpt import storage
-    from raygpt.training import checkpoints
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(checkpoints, "PAUSES_S", ())
-    run, part = f"{s3}/unreached", tmp_path / "part"
-    storage.write_bytes(str(part / "state"), b"state")
-    folder = checkpoints.folder_of(run, 10)
-    checkpoints.commit(folder, 10, {"engine": "jax"}, checkpoints.publish(part, folder))
-
-    def fail(uri, path):
-        raise StorageError(f"{uri} cannot be reached")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(storage, "download", fail)
-        with pytest.raises(StorageError, match="cannot be reached"):
-            checkpoints.newest(run)
-    assert checkpoints.newest(run)[0].step == 10

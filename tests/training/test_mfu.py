@@ -3,7 +3,7 @@
 import pytest
 
 from raygpt.config import Model
-from raygpt.training.metrics import PEAK_FLOPS, mfu, peak_flops
+from raygpt.training.mfu import PEAK_FLOPS, mfu, peak_flops
 
 
 @pytest.mark.parametrize(

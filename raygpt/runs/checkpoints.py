@@ -9,12 +9,13 @@ them, in `checkpoints/scores.json`.
 import fcntl
 import hashlib
 import json
+import math
 import re
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,15 +151,17 @@ def _fetched(folder: str) -> Path:
 
 def find(run_folder: str, step: int | None) -> Checkpoint:
     """The checkpoint of a step, or the newest whole one."""
-    there = dict(_committed(run_folder))
     if step is None:
         checkpoint, _ = newest(run_folder)
         if checkpoint is None:
             raise RaygptError(f"{run_folder} has no whole checkpoint; name a run that has")
         return checkpoint
+    there = dict(_committed(run_folder))
     if step not in there:
-        have = ", ".join(map(str, there)) or "none"
-        raise RaygptError(f"{run_folder} has no checkpoint of step {step}; there are: {have}")
+        have = f"there are: {', '.join(map(str, there)) or 'none'}"
+        if step in dict(_all(run_folder)):
+            raise RaygptError(f"{run_folder}: the checkpoint of step {step} is unfinished; {have}")
+        raise RaygptError(f"{run_folder} has no checkpoint of step {step}; {have}")
     damage = _damage(there[step])
     if damage:
         raise RaygptError(f"{run_folder}: the checkpoint of step {step} is damaged ({damage}); name another step")
@@ -185,8 +188,7 @@ def _prune(run_folder: str, run: Run, upto: int) -> None:
     steps = [step for step, _ in there]
     kept = set(steps[-run.keep :])
     kept |= {step for step in steps if run.keep_every and step % run.keep_every == 0}
-    scored = {step: loss for step, loss in scores(run_folder).items() if loss is not None and step in steps}
-    kept |= set(sorted(scored, key=lambda step: (scored[step], -step))[: run.keep_best])
+    kept |= set(best_first(steps, scores(run_folder))[: run.keep_best])
     for step, folder in there:
         if step not in kept:
             _remove(folder)
@@ -204,21 +206,36 @@ def scores(run_folder: str) -> dict[int, float | None]:
     return {int(step): loss for step, loss in read.items()}
 
 
+def best_first(steps: Iterable[int], losses: Mapping[int, float | None]) -> list[int]:
+    """The steps by their validation loss, the lowest first, of equals the newest; without those that have none."""
+    known = {step: loss for step in steps if (loss := losses.get(step)) is not None and not math.isnan(loss)}
+    return sorted(known, key=lambda step: (known[step], -step))
+
+
 def write_score(run_folder: str, step: int, loss: float | None) -> None:
     """Remember a step's validation loss."""
     known = {**scores(run_folder), step: loss}
     storage.write_bytes(storage.join(run_folder, FOLDER, SCORES), json.dumps(known).encode())
 
 
+def folders(run_folder: str) -> dict[int, bool]:
+    """The steps of all that is or was to be a checkpoint, in order, and whether it is committed."""
+    return {step: _is_committed(folder) for step, folder in _all(run_folder)}
+
+
 def _all(run_folder: str) -> list[tuple[int, str]]:
     """Step and folder of all that is or was to be a checkpoint, in order."""
     home = storage.join(run_folder, FOLDER)
     names = (re.fullmatch(r"step-([0-9]+)", name) for name in storage.folders(home))
-    return [(int(name[1]), storage.join(home, name[0])) for name in names if name]
+    return sorted((int(name[1]), storage.join(home, name[0])) for name in names if name)
 
 
 def _committed(run_folder: str) -> list[tuple[int, str]]:
-    return [(step, folder) for step, folder in _all(run_folder) if storage.exists(storage.join(folder, MARKER))]
+    return [(step, folder) for step, folder in _all(run_folder) if _is_committed(folder)]
+
+
+def _is_committed(folder: str) -> bool:
+    return storage.exists(storage.join(folder, MARKER))
 
 
 def _damage(folder: str) -> str | None:

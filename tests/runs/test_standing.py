@@ -9,10 +9,9 @@ import pytest
 
 from raygpt.corpus import tokenizers
 from raygpt.recipes import load_recipe
-from raygpt.runs import open_run
-from raygpt.standing import ago, details, standing
-from raygpt.training import checkpoints
-from raygpt.training.records import Outcome, keep_sample, write_about, write_result
+from raygpt.runs import checkpoints, open_run
+from raygpt.runs.records import Outcome, keep_sample, write_about, write_result
+from raygpt.runs.standing import ago, details, standing
 
 
 def make_run(home, name, *, steps=20, until=20, lines=(), **settings):

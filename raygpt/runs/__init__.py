@@ -8,7 +8,6 @@ Nothing here imports an engine or Ray.
 """
 
 import contextlib
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,10 +18,11 @@ from raygpt.corpus import tokenizers
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
-from raygpt.training import checkpoints, records
-from raygpt.training.checkpoints import Checkpoint
-from raygpt.training.resume import RECIPE
-from raygpt.training.session import METRICS, Event
+from raygpt.runs import checkpoints, metrics, records
+from raygpt.runs.checkpoints import Checkpoint
+from raygpt.runs.metrics import Line
+
+RECIPE = "recipe.yaml"
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,9 @@ class OpenRun:
         return tokenizers.load(self.folder)
 
     @cached_property
-    def metrics(self) -> list[Event]:
-        """Every line that was logged, in order; half a line, which a killed run may leave, is none."""
-        uri = storage.join(self.folder, METRICS)
-        lines = storage.read_bytes(uri).splitlines(keepends=True) if storage.exists(uri) else []
-        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    def metrics(self) -> list[Line]:
+        """Every line that was logged, in order."""
+        return metrics.read(self.folder)
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
@@ -90,13 +88,11 @@ class OpenRun:
     def pick(self, step: int | None = None, best: bool = True) -> Checkpoint:
         """The checkpoint of a step; else the one of the lowest validation loss, or the newest where none has one."""
         if step is not None:
-            return self._named(step)
-        scored = [step for step in self.steps if step in self.scores] if best else []
-        newest_first = sorted(self.steps, reverse=True)
-        candidates = sorted(scored, key=lambda step: (self.scores[step], -step))
-        for candidate in dict.fromkeys([*candidates, *newest_first]):
+            return checkpoints.find(self.folder, step)
+        candidates = checkpoints.best_first(self.steps, self.scores) if best else []
+        for candidate in dict.fromkeys([*candidates, *reversed(self.steps)]):
             with contextlib.suppress(RaygptError):  # a damaged one is passed over
-                return self._named(candidate)
+                return checkpoints.find(self.folder, candidate)
         unfinished = ", ".join(map(str, self._folders))
         begun = f" (unfinished or damaged: {unfinished})" if unfinished else ""
         raise RaygptError(f"{self.folder} has no whole checkpoint{begun}; train it further: raygpt train")
@@ -105,26 +101,9 @@ class OpenRun:
         """What a checkpoint's state belongs to: engine, recipe in steps, tokenizer, data."""
         return checkpoints.facts(checkpoint)
 
-    def _named(self, step: int) -> Checkpoint:
-        if self._folders.get(step) is False:
-            raise RaygptError(f"{self.folder}: the checkpoint of step {step} is unfinished; {self._there()}")
-        if step not in self.steps:
-            raise RaygptError(f"{self.folder} has no checkpoint of step {step}; {self._there()}")
-        return checkpoints.find(self.folder, step)
-
-    def _there(self) -> str:
-        return f"there are: {', '.join(map(str, self.steps)) or 'none'}"
-
     @cached_property
     def _folders(self) -> dict[int, bool]:
-        """Step -> whether its folder has a marker."""
-        home = storage.join(self.folder, checkpoints.FOLDER)
-        found = {}
-        for name in storage.folders(home):
-            number = name.removeprefix("step-")
-            if name.startswith("step-") and number.isdecimal():
-                found[int(number)] = storage.exists(storage.join(home, name, checkpoints.MARKER))
-        return found
+        return checkpoints.folders(self.folder)
 
 
 def open_run(folder: str) -> OpenRun:

@@ -6,7 +6,7 @@ import platform
 import pytest
 
 from raygpt.errors import RaygptError
-from raygpt.training.records import (
+from raygpt.runs.records import (
     Outcome,
     keep_sample,
     read_about,

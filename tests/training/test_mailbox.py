@@ -1,0 +1,19 @@
+"""What the actor between workers and driver keeps, and what it forgets."""
+
+from raygpt.training.mailbox import Mailbox
+
+
+def test_a_wish_to_stop_outlives_the_workers_that_took_it():
+    mailbox = Mailbox()
+    mailbox.wish("save")
+    mailbox.wish("stop")
+    assert mailbox.take_wishes() == {"save", "stop"}
+    assert mailbox.take_wishes() == {"stop"}
+    assert mailbox.is_stopping()
+
+
+def test_what_was_told_of_an_earlier_try_does_not_count():
+    mailbox = Mailbox()
+    mailbox.tell(5, 1, {"files": {}})
+    mailbox.expect(5)
+    assert mailbox.told(5) == {}
