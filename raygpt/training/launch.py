@@ -178,7 +178,18 @@ def train(
                 still_ours()
                 poll()
 
-            error = fit(work, config, workers, folder, mailbox, see, recipe=run.recipe, poll=look)
+            error = fit(
+                work,
+                config,
+                workers,
+                folder,
+                mailbox,
+                see,
+                engine=run.recipe.engine,
+                max_faults=run.recipe.cluster.max_faults,
+                hang_after=run.recipe.training.hang_after,
+                poll=look,
+            )
             outcome.append(error)
     checkpoint = checkpoints.find_newest(folder)
     return Result(folder, last, checkpoint.folder if checkpoint else None, error, stopped[0] if stopped else None)
@@ -207,7 +218,9 @@ def fit(
     mailbox: Any,
     watch: Callable[[Event], None],
     *,
-    recipe: Recipe | None = None,
+    engine: str = "jax",
+    max_faults: int = 0,
+    hang_after: float | None = None,
     callbacks: Sequence[Any] = (),
     poll: Callable[[], None] = lambda: None,
 ) -> BaseException | None:
@@ -219,7 +232,6 @@ def fit(
     storage.delete(storage.join(run_folder, RAYS_OWN))
     home, _, name = run_folder.rpartition("/")
     filesystem, path = storage.filesystem(home) if storage.is_remote(home) else (None, home)
-    engine = recipe.engine if recipe else "jax"
     trainer = Trainer(
         function,
         train_loop_config=config,
@@ -231,10 +243,10 @@ def fit(
             storage_filesystem=filesystem,
             worker_runtime_env=workers.runtime_env,
             callbacks=[*callbacks] or None,
-            failure_config=FailureConfig(max_failures=recipe.cluster.max_faults if recipe else 0),
+            failure_config=FailureConfig(max_failures=max_faults),
         ),
         mailbox=mailbox,
-        hang_after=recipe.training.hang_after if recipe else None,
+        hang_after=hang_after,
     )
     verdicts: list[str] = []
 
