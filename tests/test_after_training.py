@@ -191,6 +191,25 @@ def test_prompts_can_be_asked_for_one_after_another(raygpt, run, monkeypatch):
     assert (status, out) == (0, alone * 2)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-i --samples 2", "--samples: --interactive writes one text after each prompt; leave --samples out"),
+        ("-i --json", "--json: --interactive is for people; leave it out, and write --prompt TEXT"),
+        ("--top-p 0", "--top-p: 0 leaves no token; write a share above 0, or --temperature 0 for the likeliest"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(raygpt, words, message):
+    assert fails(raygpt("generate", "nowhere", *words.split())) == message
+
+
+@pytest.mark.parametrize("verb", [("generate",), ("eval",), ("export", "out")])
+def test_one_checkpoint_is_named_once(raygpt, verb):
+    name, *more = verb
+    message = "--latest: --step 0 names a checkpoint already; leave one of the two out"
+    assert fails(raygpt(name, "nowhere", *more, "--step", 0, "--latest")) == message
+
+
 @pytest.mark.parametrize("verb", [("generate",), ("eval",), ("export", "out")])
 def test_what_is_no_run_is_refused_by_every_verb(raygpt, jax_run, tmp_path, verb):
     name, *more = verb
