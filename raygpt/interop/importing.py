@@ -14,9 +14,8 @@ from raygpt import storage
 from raygpt.config import PRESETS, Recipe
 from raygpt.corpus import tokenizers
 from raygpt.corpus.tokenizers import FILE_NAME, Gpt2, Tokenizer
-from raygpt.engines import engine_of
+from raygpt.engines import engine_of, require
 from raygpt.engines.base import Weights
-from raygpt.engines.torch import require_torch
 from raygpt.errors import RaygptError
 from raygpt.interop.exporting import CONFIG, WEIGHTS
 from raygpt.interop.tokenizer_json import from_json
@@ -45,8 +44,7 @@ def import_run(source: str, out: str, engine: str = "jax") -> OpenRun:
     settings = _config(folder)
     tokenizer = _tokenizer(folder)
     recipe = _recipe(settings, tokenizer, out, engine)
-    if engine == "torch":
-        require_torch(recipe)
+    require(engine)
     parameters = _parameters(folder, settings, tokenizer.vocab)
     _write(recipe, tokenizer, parameters, out)
     return open_run(out)

@@ -20,7 +20,7 @@ from raygpt.corpus.feed import Feed, rows_of_worker, windows_dataset
 from raygpt.corpus.mixture import Mixture, growing_text, open_growing, open_mixture
 from raygpt.corpus.prepare import Watch
 from raygpt.corpus.store import STORES
-from raygpt.engines.torch import require_torch
+from raygpt.engines import require
 from raygpt.errors import RaygptError
 from raygpt.evaluation import prompts
 from raygpt.evaluation.tasks import Item, choose, read_items
@@ -130,8 +130,7 @@ def _questions(recipe: Recipe) -> dict[str, Sequence[Item]]:
 
 def _refuse_what_is_missing(recipe: Recipe, folder: str) -> None:
     tracking.require(recipe.track, folder)
-    if recipe.engine == "torch":
-        require_torch(recipe)
+    require(recipe.engine, recipe.model.implementation)
 
 
 def on_cluster(recipe: Recipe) -> Any:
