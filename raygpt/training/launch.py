@@ -171,6 +171,8 @@ def train(
         task = Task(run.recipe, run.feed, val, folder, run.start_from, run.questions, profile, struck)
         mailbox, workers = open_mailbox(), choose_workers(run.recipe.cluster, run.recipe.engine)
         config = {"task": task, "mailbox": mailbox}
+        if changed := resume.changed_rate(folder, run.after, run.recipe):
+            show({"event": "warning", "text": changed})
         with stoppable(folder, mailbox, show) as poll, _outcome_kept(folder, stopped) as outcome:
 
             def look() -> None:
