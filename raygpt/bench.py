@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from raygpt.cluster import cores
 from raygpt.config import Recipe
-from raygpt.engines import devices_of, engine_of
-from raygpt.errors import RaygptError
+from raygpt.engines import devices_of, engine_of, require
+from raygpt.errors import RaygptError, first_line
 from raygpt.recipes import load_recipe
 from raygpt.training.mfu import mfu
 
@@ -144,6 +144,7 @@ def _engine(work: Work) -> Any:
 
 def _devices(engine: str) -> Any:
     """What an engine finds here; JAX on a CPU as in training, unless the environment says how many devices it has."""
+    require(engine)
     try:
         if engine == "jax":
             from raygpt.engines.jax.processes import COUNT, use_cores
@@ -152,7 +153,8 @@ def _devices(engine: str) -> Any:
                 use_cores(cores())
         return devices_of(engine)
     except ImportError as error:
-        raise RaygptError(f"engine {engine} is not installed; write pip install 'raygpt[{engine}]'") from error
+        remedy = f"install it again: pip install --force-reinstall {engine}"
+        raise RaygptError(f"engine {engine} cannot be imported ({first_line(error)}); {remedy}") from error
 
 
 # What was recorded

@@ -139,6 +139,11 @@ Step = Annotated[int | None, typer.Option(min=0, help="Of the checkpoint; else t
 Latest = Annotated[bool, typer.Option("--latest", help="The newest checkpoint instead of the best.")]
 
 
+def _refuse_two_checkpoints(step: int | None, latest: bool) -> None:
+    if latest and step is not None:
+        raise RaygptError(f"--latest: --step {step} names a checkpoint already; leave one of the two out")
+
+
 @app.command()
 def generate(
     run: Run,
@@ -161,8 +166,15 @@ def generate(
     from raygpt.inference.loaded import load
     from raygpt.runs import open_run
 
+    _refuse_two_checkpoints(step, latest)
+    if interactive and samples > 1:
+        raise RaygptError("--samples: --interactive writes one text after each prompt; leave --samples out")
+    if interactive and as_json:
+        raise RaygptError("--json: --interactive is for people; leave it out, and write --prompt TEXT")
+    if not top_p:
+        raise RaygptError("--top-p: 0 leaves no token; write a share above 0, or --temperature 0 for the likeliest")
     loaded = load(open_run(run), step, best=not latest)
-    manner = Manner(tokens, temperature, top_k or None, top_p or None, writing.seed(seed), tuple(stop or ()))
+    manner = Manner(tokens, temperature, top_k or None, top_p, writing.seed(seed), tuple(stop or ()))
     if interactive:
         writing.converse(loaded, manner, prompt)
     elif as_json:
@@ -185,6 +197,7 @@ def export_(
     from raygpt.interop.exporting import export
     from raygpt.runs import open_run
 
+    _refuse_two_checkpoints(step, latest)
     found = read(open_run(run), step, best=not latest)
     files = export(found, folder)
     if as_json:
@@ -229,6 +242,7 @@ def eval_(
     from raygpt.inference.loaded import load
     from raygpt.runs import open_run
 
+    _refuse_two_checkpoints(step, latest)
     chosen = suite.choose(task or ["validation"])
     loaded = load(open_run(run), step, best=not latest)
     with outcomes.evaluating() as watch:

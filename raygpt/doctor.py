@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from raygpt.engines import devices_of
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, first_line
 
 MIN_FREE_DISK = 10 * 2**30
 MIN_SHARED_MEMORY = 2 * 2**30  # Ray's object store lies there
@@ -67,9 +67,7 @@ def _jax() -> Iterator[Finding]:
     try:
         names = here.names()
     except RuntimeError as error:  # a plugin without its driver
-        yield Finding(
-            "JAX", "problem", f"{version}: {str(error).splitlines()[0]}", "set JAX_PLATFORMS=cpu, or mend the driver"
-        )
+        yield Finding("JAX", "problem", f"{version}: {first_line(error)}", "set JAX_PLATFORMS=cpu, or mend the driver")
         return
     yield Finding("JAX", "ok", f"{version}, {len(names)} × {', '.join(sorted(set(names)))}")
     if not here.is_accelerated() and shutil.which("nvidia-smi"):

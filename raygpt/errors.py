@@ -1,4 +1,4 @@
-"""The one exception that people are meant to read."""
+"""The one exception that people are meant to read, and what others say in one line."""
 
 
 class RaygptError(Exception):
@@ -6,6 +6,11 @@ class RaygptError(Exception):
 
     The command line prints that line and exits with status 1; from Python it is raised as it is.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of someone else's says, short enough to stand in one line of ours; else what kind it is."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 class StorageError(RaygptError):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
-from raygpt.errors import RaygptError, StorageError
+from raygpt.errors import RaygptError, StorageError, first_line
 
 
 def is_remote(uri: str) -> bool:
@@ -275,9 +275,8 @@ def _reached(uri: str) -> Iterator[None]:
     except OSError as error:
         if error.errno:
             raise
-        reason = str(error).strip().partition("\n")[0]
         raise StorageError(
-            f"{uri} cannot be reached ({reason}); check the name, the credentials and the network"
+            f"{uri} cannot be reached ({first_line(error)}); check the name, the credentials and the network"
         ) from error
 
 

@@ -1,6 +1,7 @@
 """Training and what comes after, as people type it, from train to report, for a run of each engine."""
 
 import gzip
+import importlib.util
 import json
 import shutil
 
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 from raygpt import storage
+from raygpt.engines import require
+from raygpt.errors import RaygptError
 from raygpt.inference.loaded import load
 from raygpt.recipes import load_recipe
 from raygpt.runs import open_run
@@ -191,6 +194,25 @@ def test_prompts_can_be_asked_for_one_after_another(raygpt, run, monkeypatch):
     assert (status, out) == (0, alone * 2)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-i --samples 2", "--samples: --interactive writes one text after each prompt; leave --samples out"),
+        ("-i --json", "--json: --interactive is for people; leave it out, and write --prompt TEXT"),
+        ("--top-p 0", "--top-p: 0 leaves no token; write a share above 0, or --temperature 0 for the likeliest"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(raygpt, words, message):
+    assert fails(raygpt("generate", "nowhere", *words.split())) == message
+
+
+@pytest.mark.parametrize("verb", [("generate",), ("eval",), ("export", "out")])
+def test_one_checkpoint_is_named_once(raygpt, verb):
+    name, *more = verb
+    message = "--latest: --step 0 names a checkpoint already; leave one of the two out"
+    assert fails(raygpt(name, "nowhere", *more, "--step", 0, "--latest")) == message
+
+
 @pytest.mark.parametrize("verb", [("generate",), ("eval",), ("export", "out")])
 def test_what_is_no_run_is_refused_by_every_verb(raygpt, jax_run, tmp_path, verb):
     name, *more = verb
@@ -225,9 +247,23 @@ def test_export_overwrites_nothing(raygpt, jax_run, tmp_path):
 
 
 def test_a_missing_extra_is_named(raygpt, trained_run, tmp_path, monkeypatch):
+    run = trained_run("torch")  # before anything is missing
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     message = "engine: torch needs torch, which is not installed: pip install 'raygpt[torch]'"
-    assert fails(raygpt("generate", trained_run("torch"))) == message
+    assert fails(raygpt("generate", run)) == message
+
+
+def test_a_run_of_transformers_gpt2_is_read_without_transformers(trained_run, tmp_path, monkeypatch):
+    shutil.copytree(trained_run("torch"), tmp_path / "run")
+    recipe = tmp_path / "run" / "recipe.yaml"
+    ours, theirs = "implementation: raygpt", "implementation: huggingface"
+    recipe.write_text(recipe.read_text().replace(ours, theirs))
+    assert theirs in recipe.read_text()
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "transformers" else find(name))
+    with pytest.raises(RaygptError, match="pip install transformers"):
+        require("torch", "huggingface")  # as training it does
+    assert load(open_run(str(tmp_path / "run"))).checkpoint.step == 20
 
 
 def test_tasks_are_known_by_name(raygpt, jax_run):

@@ -1,6 +1,7 @@
 """`raygpt bench`: what it measures, and what it says of it beside the recorded table."""
 
 import json
+import re
 
 import pytest
 
@@ -8,6 +9,7 @@ pytest.importorskip("jax")
 
 from raygpt import bench
 from raygpt.bench import Steps, Work
+from raygpt.errors import RaygptError
 
 ROW = {
     "device": "NVIDIA H200",
@@ -90,3 +92,16 @@ def test_the_verb_measures_a_small_model_on_a_cpu(capsys, monkeypatch):
     assert (found["layers"], found["width"], found["rows"], found["context"]) == (1, 128, 2, 64)
     assert found["tokens_per_s"] == pytest.approx(2 * 64 / found["ms"] * 1e3)
     assert found["verdict"].startswith("nothing comparable is recorded for cpu")
+
+
+def test_an_engine_that_is_not_here_is_named_with_the_extra_that_brings_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RaygptError, match=r"pip install 'raygpt\[torch\]'$"):
+        bench.usual_work("torch")
+
+
+def test_a_broken_jax_is_to_be_installed_again_since_no_extra_brings_it(monkeypatch):
+    monkeypatch.setattr(bench, "devices_of", lambda engine: (_ for _ in ()).throw(ImportError("no jaxlib\nat all")))
+    message = "engine jax cannot be imported (no jaxlib); install it again: pip install --force-reinstall jax"
+    with pytest.raises(RaygptError, match=re.escape(message)):
+        bench.usual_work("jax")

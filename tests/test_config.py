@@ -257,6 +257,13 @@ UNKNOWN_KEYS = [
     ("batch_size", "training.batch_tokens"),
     ("max_iters", "training.steps"),
     ("dataset", "data.source"),
+    ("eval_iters", "training.eval_rows"),
+    ("device", "cluster.accelerator"),
+    ("lr_decay_iters", "training.steps"),
+    ("decay_lr", "schedule.kind"),
+    ("init_from", "run.start_from"),
+    ("wandb_log", "track.wandb"),
+    ("wandb_project", "track.wandb"),
 ]
 
 

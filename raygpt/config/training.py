@@ -1,5 +1,6 @@
 """`optimizer`, `schedule` and `training`: how long, how fast, and what happens on the way."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
@@ -51,6 +52,20 @@ class Schedule(Part):
                 "write e.g. schedule.kind: cosine, or leave schedule.end at 0.1"
             )
         return self
+
+    def share(self, step: int, steps: int) -> float:
+        """Of the highest rate, in the step that follows `step` others, of a run of so many. Optax says the same."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        n, rest = step - self.warmup_steps, max(1, steps - self.warmup_steps)
+        falling = max(1, round(self.decay_share * steps))
+        down = {  # the way that it has gone, from 0 to 1
+            "constant": 0.0,
+            "cosine": (1 - math.cos(math.pi * min(n / rest, 1))) / 2,
+            "linear": min(n / rest, 1),
+            "wsd": min(max(n - (rest - falling), 0) / falling, 1),
+        }[self.kind]
+        return 1 - (1 - self.end) * down
 
 
 def _count_or_epoch(every: object, info: ValidationInfo) -> object:

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 from raygpt import storage
-from raygpt.corpus.sources import File, Source, first_line
+from raygpt.corpus.sources import File, Source
 from raygpt.corpus.tokenizers import END_OF_TEXT
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, first_line
 
 if TYPE_CHECKING:
     import pyarrow.parquet

@@ -23,7 +23,7 @@ from raygpt.corpus.documents import Piece, Reader
 from raygpt.corpus.growing import shard_name
 from raygpt.corpus.sources import File, Source
 from raygpt.corpus.store import Header, Ids, dtype_for, read_header, write_shard
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, first_line
 
 # Text in a part. 16 MiB are 1 s of GPT-2's BPE on one core and a shard of 8 MB, 2,400 of them in 9 billion tokens.
 # A small source has smaller parts, so that every core gets some.
@@ -131,7 +131,7 @@ def _readable(error: BaseException) -> BaseException:
     while cause is not None:
         inner = getattr(cause, "cause", None)
         if isinstance(inner, RaygptError):
-            return RaygptError(str(inner).splitlines()[0])  # Ray adds lines of its own
+            return RaygptError(first_line(inner))  # Ray adds lines of its own
         cause = inner if isinstance(inner, BaseException) else cause.__cause__
     return error
 

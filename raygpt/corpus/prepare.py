@@ -24,7 +24,7 @@ from raygpt.corpus import pipeline, tokenizers
 from raygpt.corpus.documents import Reader, row_count
 from raygpt.corpus.growing import shard_name
 from raygpt.corpus.pipeline import Part, Split, Unit, part_bytes
-from raygpt.corpus.sources import File, Source, first_line, resolve
+from raygpt.corpus.sources import File, Source, resolve
 from raygpt.corpus.store import (
     FAILED,
     INDEX,
@@ -39,7 +39,7 @@ from raygpt.corpus.store import (
     open_store,
     write_shard,
 )
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, first_line
 
 SAMPLE = 32 * 2**20  # characters that bpe:N is trained on
 VAL_SHARD = "val.tokens"

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from raygpt import storage
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, first_line
 
 FORMATS = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
@@ -290,8 +290,3 @@ def _parquet_files(dataset: str, branch: str, spec: str) -> tuple[str, dict[str,
             "and the network, or name local parquet files"
         ) from error
     return commit, {file.path: (file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in files}
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raygpt import storage
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, first_line
 
 FILE_NAME = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -228,8 +228,7 @@ def from_description(description: Any, where: str) -> Tokenizer:
     except RaygptError as error:
         raise RaygptError(f"{where}: {error}") from error
     except Exception as error:  # `tokenizers` raises bare Exceptions, tiktoken AssertionErrors without a word
-        reason = str(error) or type(error).__name__
-        raise RaygptError(f"{where} is damaged ({reason}); save the tokenizer again") from error
+        raise RaygptError(f"{where} is damaged ({first_line(error)}); save the tokenizer again") from error
     raise RaygptError(f"{where} is not a tokenizer; name one saved by raygpt or by Hugging Face's tokenizers")
 
 

@@ -5,6 +5,16 @@ from typing import Any
 
 from raygpt.config import Model
 from raygpt.engines.base import Arrays, Reader, Weights
+from raygpt.engines.torch import require_torch
+
+
+def require(name: str, implementation: str = "raygpt") -> None:
+    """Refuse, with the remedy, where a package that an engine needs is missing.
+
+    Training asks for the recipe's `model.implementation`; a reader is raygpt's own whatever trained the run.
+    """
+    if name == "torch":
+        require_torch(implementation)
 
 
 def engine_of(name: str) -> Any:

@@ -6,9 +6,8 @@ from typing import Any
 from raygpt.config import Model, Recipe
 from raygpt.corpus import tokenizers
 from raygpt.corpus.tokenizers import Tokenizer
-from raygpt.engines import make_reader, read_parameters
+from raygpt.engines import make_reader, read_parameters, require
 from raygpt.engines.base import Arrays, Reader
-from raygpt.engines.torch import require_torch
 from raygpt.errors import RaygptError
 from raygpt.runs import OpenRun, checkpoints
 from raygpt.runs.checkpoints import Checkpoint
@@ -54,8 +53,7 @@ def read(run: OpenRun, step: int | None = None, best: bool = True) -> Weighed:
     model = run.recipe.model
     picked = run.pick(step, best)
     facts = run.facts(picked)
-    if facts["engine"] == "torch":
-        require_torch(run.recipe)
+    require(facts["engine"])
     if facts["tokenizer"] != tokenizers.fingerprint(run.tokenizer):
         raise RaygptError(f"{run.folder}: its tokenizer is not the one it was trained with; copy the run again")
     parameters = read_parameters(facts["engine"], checkpoints.on_this_node(picked), model, run.tokenizer.vocab)

@@ -14,10 +14,9 @@ from raygpt import storage
 from raygpt.config import PRESETS, Recipe
 from raygpt.corpus import tokenizers
 from raygpt.corpus.tokenizers import FILE_NAME, Gpt2, Tokenizer
-from raygpt.engines import engine_of
+from raygpt.engines import engine_of, require
 from raygpt.engines.base import Weights
-from raygpt.engines.torch import require_torch
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, first_line
 from raygpt.interop.exporting import CONFIG, WEIGHTS
 from raygpt.interop.tokenizer_json import from_json
 from raygpt.recipes.explain import explain_first
@@ -43,8 +42,7 @@ def import_run(source: str, out: str, engine: str = "jax") -> OpenRun:
     settings = _config(folder)
     tokenizer = _tokenizer(folder)
     recipe = _recipe(settings, tokenizer, out, engine)
-    if engine == "torch":
-        require_torch(recipe)
+    require(engine)
     parameters = _parameters(folder, settings, tokenizer.vocab)
     _write(recipe, tokenizer, parameters, out)
     return open_run(out)
@@ -66,9 +64,9 @@ def _folder(source: str) -> Path:
     try:
         return Path(snapshot_download(source, allow_patterns=WANTED))
     except Exception as error:  # of the network or of the Hub, each library's own
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise RaygptError(
-            f"{source} is neither a folder here nor a repository that can be reached ({reason}); check the name"
+            f"{source} is neither a folder here nor a repository that can be reached ({first_line(error)}); "
+            "check the name"
         ) from error
 
 

@@ -28,6 +28,8 @@ OTHER_NAMES = {
     "beta2": "optimizer.betas",
     "grad_clip": "optimizer.clip",
     "min_lr": "schedule.end",
+    "decay_lr": "schedule.kind",
+    "lr_decay_iters": "training.steps",
     "warmup_iters": "schedule.warmup_steps",
     "max_iters": "training.steps",
     "max_steps": "training.steps",
@@ -38,8 +40,14 @@ OTHER_NAMES = {
     "gradient_accumulation_steps": "training.batch_tokens",
     "log_interval": "training.log_every",
     "eval_interval": "training.eval_every",
+    "eval_iters": "training.eval_rows",
+    "device": "cluster.accelerator",
     "num_workers": "cluster.workers",
     "out_dir": "run.storage",
+    "init_from": "run.start_from",
+    "wandb_log": "track.wandb",
+    "wandb_project": "track.wandb",
+    "wandb_run_name": "run.name",
     "backend": "engine",
 }
 

@@ -29,10 +29,15 @@ def run(
 ) -> Result:
     """Run `function(config)` in every worker, the workers being processes of one JAX program.
 
-    `cluster` has the keys of a recipe's: `{"workers": 2, "accelerator": "gpu"}`. `watch` sees what the function
-    reports with `ray.train.report`; the last of each metric, and the last checkpoint, come back.
+    `cluster` has the keys of a recipe's but for `mesh`: `{"workers": 2, "accelerator": "gpu"}`. `watch` sees what the
+    function reports with `ray.train.report`; the last of each metric, and the last checkpoint, come back.
+
+    A fault ends the run unless `max_faults` is given: only a function that begins with `ray.train.get_checkpoint()`
+    goes on where it was. Three faults without a report in between end it all the same.
     """
     asked = check_part("cluster", cluster or {})
+    if "mesh" in asked.model_fields_set:
+        raise RaygptError("cluster.mesh: is a recipe's; leave it out, and call jax.make_mesh in the function")
     name = name or time.strftime("function-%Y%m%d-%H%M%S")
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
         raise RaygptError(f"name: {name!r} is no folder name; write e.g. name='my-run'")
@@ -43,12 +48,21 @@ def run(
         if "reported" in event:
             reported.update(event["reported"])
             watch(event["reported"])
-        if event.get("event") == "waiting":
+        if event.get("event") in ("waiting", "fault"):
             logging.getLogger("raygpt").warning(event["text"])
 
     with connected(cpus=cores() + asked.max_workers):
         mailbox = open_mailbox()
-        error = fit(function, config or {}, choose_workers(asked), folder, mailbox, see, callbacks=[_Reports(mailbox)])
+        error = fit(
+            function,
+            config or {},
+            choose_workers(asked),
+            folder,
+            mailbox,
+            see,
+            max_faults=asked.max_faults if "max_faults" in asked.model_fields_set else 0,
+            callbacks=[_Reports(mailbox)],
+        )
     return Result(folder, reported, reported.pop("checkpoint", None), error)
 
 
@@ -57,7 +71,10 @@ class _Reports(UserCallback):
 
     def __init__(self, mailbox: Any):
         self._mailbox = mailbox
+        self._reports = 0  # of all workers that the run has had: a fault after each is not one that repeats itself
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        self._reports += 1
+        self._mailbox.beat.remote(self._reports)
         saved = {"checkpoint": checkpoint.path} if checkpoint else {}
         self._mailbox.put.remote({"reported": {**metrics[0], **saved}})

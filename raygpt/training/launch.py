@@ -20,7 +20,7 @@ from raygpt.corpus.feed import Feed, rows_of_worker, windows_dataset
 from raygpt.corpus.mixture import Mixture, growing_text, open_growing, open_mixture
 from raygpt.corpus.prepare import Watch
 from raygpt.corpus.store import STORES
-from raygpt.engines.torch import require_torch
+from raygpt.engines import require
 from raygpt.errors import RaygptError
 from raygpt.evaluation import prompts
 from raygpt.evaluation.tasks import Item, choose, read_items
@@ -131,8 +131,7 @@ def _questions(recipe: Recipe) -> dict[str, Sequence[Item]]:
 
 def _refuse_what_is_missing(recipe: Recipe, folder: str) -> None:
     tracking.require(recipe.track, folder)
-    if recipe.engine == "torch":
-        require_torch(recipe)
+    require(recipe.engine, recipe.model.implementation)
 
 
 def on_cluster(recipe: Recipe) -> Any:
@@ -173,13 +172,26 @@ def train(
         task = Task(run.recipe, run.feed, val, folder, run.start_from, run.questions, profile, struck)
         mailbox, workers = open_mailbox(), choose_workers(run.recipe.cluster, run.recipe.engine)
         config = {"task": task, "mailbox": mailbox}
+        if changed := resume.changed_rate(folder, run.after, run.recipe):
+            show({"event": "warning", "text": changed})
         with stoppable(folder, mailbox, show) as poll, _outcome_kept(folder, stopped) as outcome:
 
             def look() -> None:
                 still_ours()
                 poll()
 
-            error = fit(work, config, workers, folder, mailbox, see, recipe=run.recipe, poll=look)
+            error = fit(
+                work,
+                config,
+                workers,
+                folder,
+                mailbox,
+                see,
+                engine=run.recipe.engine,
+                max_faults=run.recipe.cluster.max_faults,
+                hang_after=run.recipe.training.hang_after,
+                poll=look,
+            )
             outcome.append(error)
     checkpoint = checkpoints.find_newest(folder)
     return Result(folder, last, checkpoint.folder if checkpoint else None, error, stopped[0] if stopped else None)
@@ -208,7 +220,9 @@ def fit(
     mailbox: Any,
     watch: Callable[[Event], None],
     *,
-    recipe: Recipe | None = None,
+    engine: str = "jax",
+    max_faults: int = 0,
+    hang_after: float | None = None,
     callbacks: Sequence[Any] = (),
     poll: Callable[[], None] = lambda: None,
 ) -> BaseException | None:
@@ -220,7 +234,6 @@ def fit(
     storage.delete(storage.join(run_folder, RAYS_OWN))
     home, _, name = run_folder.rpartition("/")
     filesystem, path = storage.filesystem(home) if storage.is_remote(home) else (None, home)
-    engine = recipe.engine if recipe else "jax"
     trainer = Trainer(
         function,
         train_loop_config=config,
@@ -232,10 +245,10 @@ def fit(
             storage_filesystem=filesystem,
             worker_runtime_env=workers.runtime_env,
             callbacks=[*callbacks] or None,
-            failure_config=FailureConfig(max_failures=recipe.cluster.max_faults if recipe else 0),
+            failure_config=FailureConfig(max_failures=max_faults),
         ),
         mailbox=mailbox,
-        hang_after=recipe.training.hang_after if recipe else None,
+        hang_after=hang_after,
     )
     verdicts: list[str] = []
 

@@ -10,7 +10,9 @@ from raygpt.recipes.explain import flat
 from raygpt.runs import RECIPE, checkpoints
 from raygpt.runs.checkpoints import Checkpoint
 
-# What changes neither batches nor numbers may change between two parts of a run.
+# What may change between two parts of a run: where it runs, what is said of it, and how a step is computed or what is
+# done about a bad one. The batches stay. The numbers are others where another arithmetic rounds otherwise (cluster,
+# compile, remat, accumulation, deterministic), and after a step that on_nan or on_spike leaves out.
 FREE = (
     "cluster.",
     "run.",
@@ -53,6 +55,21 @@ def check_text(run_folder: str, after: int, tokenizer: str, data: list[str], for
             f"{run_folder}: {what} is not what it was trained on up to step {after}; bring that back, set run.name to "
             "begin a new run, or add --force to go on all the same"
         )
+
+
+def changed_rate(run_folder: str, after: int, recipe: Recipe) -> str | None:
+    """What to say where another length moves the learning rate of a run's next step; None where it stays."""
+    if not after:
+        return None
+    known = checkpoints.facts(Checkpoint(after, checkpoints.folder_of(run_folder, after)))["recipe"]
+    before, now = known["training"]["steps"], recipe.steps
+    old, new = (f"{recipe.schedule.share(after, steps):.2f}" for steps in (before, now))
+    if old == new:
+        return None
+    return (
+        f"training.steps: {now} instead of {before} stretch the {recipe.schedule.kind} schedule, and the learning rate "
+        f"goes at once from {old} to {new} of its highest; to go on at another, begin a new run with run.start_from"
+    )
 
 
 def fork(recipe: Recipe, home: str, tokenizer: str) -> Checkpoint | None:

@@ -22,13 +22,13 @@ from typing import Any, Protocol
 
 from raygpt import storage
 from raygpt.config import Recipe, Track
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, first_line
 from raygpt.evaluation.tasks import SCORES
 from raygpt.recipes.explain import flat
 from raygpt.runs import metrics as logged
 from raygpt.training.session import Event
 
-SENT = ("loss", "val_loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "data_wait_s")
+SENT = ("loss", "val_loss", "lr", "grad_norm", "skipped", "spikes", "tokens", "tokens_per_s", "mfu", "data_wait_s")
 EXTRAS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}  # the extra's name and its module
 CLOSING_S = 60.0  # what is left unsent after that is not worth waiting for
 
@@ -116,8 +116,7 @@ class Tracking:
             work()
         except Exception as error:
             self._trackers.pop(name, None)
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            self._warn(f"{name} failed ({reason}) and is not told any more; the run goes on")
+            self._warn(f"{name} failed ({first_line(error)}) and is not told any more; the run goes on")
 
 
 class TensorBoard:
@@ -234,6 +233,8 @@ class RayMetrics:
         "val_loss": "Last validation loss.",
         "lr": "Learning rate.",
         "grad_norm": "Norm of the gradient before clipping.",
+        "skipped": "Steps that were left out so far.",
+        "spikes": "Steps whose loss or gradient norm was far above what is usual, so far.",
         "tokens": "Tokens trained on.",
         "tokens_per_s": "Tokens per second since the last log line.",
         "mfu": "Share of the devices' peak that the model's arithmetic takes.",

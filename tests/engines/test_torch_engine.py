@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ torch = pytest.importorskip("torch", reason="needs the extra torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+import raygpt  # noqa: E402
 from raygpt.engines.base import Weights  # noqa: E402
 from raygpt.engines.torch import engine as engine_module  # noqa: E402
 from raygpt.engines.torch import require_torch  # noqa: E402
@@ -473,11 +475,17 @@ def test_without_pytorch_all_can_be_imported_but_the_engine():
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)
 
 
+def test_nothing_outside_the_engines_imports_pytorchs():
+    house = Path(raygpt.__file__).parent
+    rooms = [path for path in house.rglob("*.py") if house / "engines" not in path.parents]
+    assert [path for path in rooms if "raygpt.engines.torch" in path.read_text()] == []
+
+
 def test_without_pytorch_the_extra_is_named(monkeypatch):
-    require_torch(recipe())
+    require_torch()
     for missing, remedy in [("torch", "'raygpt[torch]'"), ("transformers", "transformers")]:
         monkeypatch.setitem(sys.modules, missing, None)
         monkeypatch.setattr("importlib.util.find_spec", lambda name, missing=missing: None if name == missing else 1)
-        assert refusal(lambda: require_torch(recipe(implementation="huggingface"))) == (
+        assert refusal(lambda: require_torch("huggingface")) == (
             f"engine: torch needs {missing}, which is not installed: pip install {remedy}"
         )

@@ -1,9 +1,14 @@
 """A function of one's own on the workers that recipes run on."""
 
+import contextlib
+import logging
+import re
+
 import pytest
 
 import raygpt
 from raygpt.errors import RaygptError
+from raygpt.training import function
 
 
 @pytest.fixture
@@ -43,3 +48,47 @@ def test_what_cannot_be_is_said_before_anything_starts(look):
         raygpt.run(look, cluster={"wrokers": 2})
     with pytest.raises(RaygptError, match=r"name: '\.\./x' is no folder name"):
         raygpt.run(look, name="../x")
+    with pytest.raises(
+        RaygptError, match=r"cluster\.mesh: is a recipe's; leave it out, and call jax\.make_mesh in the"
+    ):
+        raygpt.run(look, cluster={"workers": 2, "mesh": {"data": 2}})
+
+
+@pytest.fixture
+def stumble():
+    """Raises in its first lives, so many as the config says, after a report in each."""
+
+    def stumble(config):
+        import pathlib
+
+        import ray.train
+
+        lives = pathlib.Path(config["lives"])
+        with lives.open("a") as file:
+            file.write(".")
+        life = len(lives.read_text())
+        ray.train.report({"life": life})
+        if life <= config["faults"]:
+            raise ValueError(f"life {life} ends")
+
+    return stumble
+
+
+def test_workers_of_a_function_start_again_as_often_as_max_faults_says(ray_cluster, stumble, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(logging.getLogger("raygpt"), "warning", said.append)
+    config, cluster = {"lives": str(tmp_path / "lives"), "faults": 3}, {"accelerator": "cpu", "max_faults": 3}
+    result = raygpt.run(stumble, config, cluster=cluster, storage_path=str(tmp_path), name="run")
+    assert result.error is None
+    assert result.metrics["life"] == 4
+    assert [re.search(r"life . ends.*fault \d of at most 3", text) is not None for text in said] == [True] * 3
+
+
+@pytest.mark.parametrize(("cluster", "faults"), [({}, 0), ({"workers": 1}, 0), ({"max_faults": 5}, 5)])
+def test_a_function_that_fails_is_not_repeated_unless_that_is_asked_for(monkeypatch, look, cluster, faults):
+    asked = []
+    monkeypatch.setattr(function, "connected", lambda cpus: contextlib.nullcontext())
+    monkeypatch.setattr(function, "open_mailbox", lambda: None)
+    monkeypatch.setattr(function, "fit", lambda *words, **keys: asked.append(keys["max_faults"]))
+    raygpt.run(look, cluster={"accelerator": "cpu", **cluster})
+    assert asked == [faults]

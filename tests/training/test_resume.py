@@ -1,10 +1,16 @@
 """A run goes on with the text that it was trained on, or says so."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 
+from raygpt.corpus import tokenizers
 from raygpt.errors import RaygptError
+from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
-from raygpt.training.resume import check_text
+from raygpt.training import launch
+from raygpt.training.resume import changed_rate, check_text
 
 
 @pytest.fixture
@@ -32,3 +38,53 @@ def test_a_text_that_changed_under_its_name_is_refused_unless_forced(run_folder,
 def test_the_same_text_and_a_new_run_are_not(run_folder):
     check_text(run_folder, 10, "bytes-1", ["aa", "bb"], force=False)
     check_text(run_folder, 0, "bytes-2", ["cc"], force=False)
+
+
+def schedule(kind, steps, warmup=20):
+    return load_recipe("tiny", {"schedule.kind": kind, "schedule.warmup_steps": warmup, "training.steps": steps})
+
+
+@pytest.mark.parametrize(
+    ("kind", "after", "steps", "moves"),
+    [
+        ("cosine", 200, 400, ("0.10", "0.59")),  # 0.1 + 0.9 · (1 + cos(π · 180/380)) / 2 = 0.587
+        ("linear", 200, 400, ("0.10", "0.57")),  # 1 - 0.9 · 180/380 = 0.574
+        ("linear", 110, 400, ("0.55", "0.79")),  # 1 - 0.9 · 90/180, and 90/380 of the way
+        ("wsd", 200, 400, ("0.10", "1.00")),
+        ("wsd", 180, 400, ("0.55", "1.00")),  # 20 of the 40 steps in which it falls
+        ("wsd", 160, 400, None),  # it has not fallen yet
+        ("constant", 200, 400, None),
+        ("cosine", 10, 400, None),  # still rising
+        ("cosine", 200, 200, None),
+    ],
+)
+def test_a_length_that_moves_the_learning_rate_at_once_is_said(tmp_path, kind, after, steps, moves):
+    folder, before = checkpoints.folder_of(str(tmp_path), after), schedule(kind, 200)
+    checkpoints.commit(folder, after, {"recipe": before.to_dict()}, {})
+    said = changed_rate(str(tmp_path), after, schedule(kind, steps))
+    if moves is None:
+        assert said is None
+    else:
+        assert f"{steps} instead of 200 stretch the {kind} schedule" in said
+        assert "from {} to {} of its highest".format(*moves) in said
+
+
+def test_a_new_run_has_no_rate_to_change(tmp_path):
+    assert changed_rate(str(tmp_path), 0, schedule("cosine", 400)) is None
+
+
+def test_whoever_watches_is_warned_before_the_run_goes_on(tmp_path, monkeypatch):
+    folder, longer, seen = str(tmp_path), schedule("cosine", 400), []
+    checkpoints.commit(checkpoints.folder_of(folder, 200), 200, {"recipe": schedule("cosine", 200).to_dict()}, {})
+    corpus = SimpleNamespace(tokenizer=tokenizers.Bytes(), stores=(), close=lambda: None)
+    run = launch.Prepared(longer, longer, corpus, SimpleNamespace(run_folder=folder, steps=400), None, 200, None, {})
+    for name, instead in {
+        "on_cluster": lambda recipe: contextlib.nullcontext(),
+        "open_mailbox": lambda: None,
+        "choose_workers": lambda *asked: None,
+        "stoppable": lambda *asked: contextlib.nullcontext(lambda: None),
+        "fit": lambda *asked, **keys: seen.append("the run"),
+    }.items():
+        monkeypatch.setattr(launch, name, instead)
+    launch.train(run, seen.append)
+    assert seen == [{"event": "warning", "text": changed_rate(folder, 200, longer)}, "the run"]

@@ -150,6 +150,9 @@ class Patient(Broken):
         self.got.append("closed")
 
 
+FAR_OFF = {"skipped": 1.0, "spikes": 4.0, "lambada_acc": 0.5}
+
+
 def test_a_tracker_that_fails_is_left_out_with_one_warning_and_training_waits_for_none():
     warnings, patient = [], Patient()
 
@@ -160,10 +163,11 @@ def test_a_tracker_that_fails_is_left_out_with_one_warning_and_training_waits_fo
     told.begin(0)
     told.record({"step": 1, "loss": 2.0, "time": 5.0, "mfu": None})
     told.record({"step": 1, "restart": True})
+    told.record({"step": 2, **FAR_OFF})
     assert patient.got == []  # nobody waited for it
     patient.go_on.set()
     told.close()
-    assert patient.got == [(1, {"loss": 2.0}), (1, {"restarts": 1.0}), "closed"]
+    assert patient.got == [(1, {"loss": 2.0}), (1, {"restarts": 1.0}), (2, FAR_OFF), "closed"]
     assert sorted(warnings) == [
         "a failed (server is down) and is not told any more; the run goes on",
         "c failed (no such host) and is not told any more; the run goes on",
@@ -237,6 +241,8 @@ def test_ray_metrics_count_the_restarts_of_a_runs_whole_life(folder, tmp_path, m
     metrics.send(5, {"restarts": 1.0}, 0.0)
     metrics.send(6, {"loss": 2.5, "mfu": 0.4}, 0.0)
     assert seen == {"raygpt_step": 6, "raygpt_restarts": 2, "raygpt_loss": 2.5, "raygpt_mfu": 0.4}
+    metrics.send(7, dict.fromkeys((*tracking.SENT, *tracking.SCORES), 3.0), 0.0)  # each has a gauge
+    assert (seen["raygpt_skipped"], seen["raygpt_spikes"], seen["raygpt_hellaswag_acc_norm"]) == (3.0, 3.0, 3.0)
 
 
 def test_a_recipe_starts_what_it_names_beside_rays_metrics(folder, monkeypatch):

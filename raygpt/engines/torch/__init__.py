@@ -2,14 +2,13 @@
 
 import importlib.util
 
-from raygpt.config import Recipe
 from raygpt.errors import RaygptError
 
 
-def require_torch(recipe: Recipe) -> None:
-    """Refuse, with the remedy, where a package that the recipe's engine needs is missing."""
+def require_torch(implementation: str = "raygpt") -> None:
+    """Refuse, with the remedy, where a package is missing that this `model.implementation` needs."""
     needed = {"torch": "'raygpt[torch]'", "safetensors": "'raygpt[torch]'"}
-    if recipe.model.implementation == "huggingface":
+    if implementation == "huggingface":
         needed["transformers"] = "transformers"
     for package, remedy in needed.items():
         if importlib.util.find_spec(package) is None:

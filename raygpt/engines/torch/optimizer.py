@@ -1,6 +1,5 @@
 """AdamW and the learning rate, from a recipe, in PyTorch."""
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -50,18 +49,4 @@ def update(optimizer: torch.optim.AdamW, rate: float, divisor: Tensor, left_out:
 def learning_rate(recipe: Recipe) -> Callable[[int], float]:
     """The rate of step n. Warm-up rises to the full rate at step `warmup_steps`; no step has a rate of zero."""
     peak, plan, steps = recipe.optimizer.learning_rate, recipe.schedule, recipe.steps
-    rest = max(1, steps - plan.warmup_steps)
-    falling = max(1, round(plan.decay_share * steps))
-    shares: dict[str, Callable[[float], float]] = {  # of the way down, from 1 to 0, n steps after the warm-up
-        "constant": lambda n: 1.0,
-        "cosine": lambda n: (1 + math.cos(math.pi * min(n / rest, 1))) / 2,
-        "linear": lambda n: 1 - min(n / rest, 1),
-        "wsd": lambda n: 1 - min(max(n - (rest - falling), 0) / falling, 1),
-    }
-
-    def rate(step: int) -> float:
-        if step < plan.warmup_steps:
-            return peak * (step + 1) / (plan.warmup_steps + 1)
-        return peak * (plan.end + (1 - plan.end) * shares[plan.kind](step - plan.warmup_steps))
-
-    return rate
+    return lambda step: peak * plan.share(step, steps)
