@@ -23,7 +23,7 @@ from typing import Any
 
 from raygpt import storage
 from raygpt.config import Run
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, first_line
 
 FOLDER, MARKER, SCORES = "checkpoints", "checkpoint.json", "scores.json"
 PAUSES_S = (0.5, 2, 8)  # before each further try to move a file to or from an object store
@@ -112,9 +112,9 @@ def newest(run_folder: str) -> tuple[Checkpoint | None, list[str]]:
 
 
 def find_newest(run_folder: str) -> Checkpoint | None:
-    """The newest that is committed, taken at its word."""
-    there = _committed(run_folder)
-    return Checkpoint(*there[-1]) if there else None
+    """The newest that is committed and can be asked what it is, taken at its word."""
+    there = (Checkpoint(*one) for one in reversed(_committed(run_folder)))
+    return next((checkpoint for checkpoint in there if _marker(checkpoint.folder)), None)
 
 
 def on_this_node(checkpoint: Checkpoint) -> str:
@@ -137,16 +137,24 @@ def _fetched(folder: str) -> Path:
                 if other != copy.name:  # its own files are there if an earlier try was interrupted
                     shutil.rmtree(copies / other, ignore_errors=True)
             expected = json.loads(marker)["files"]
-            with ThreadPoolExecutor(8) as threads:
-                missing = [name for name in expected if not (copy / name).exists()]
-                uris = (storage.join(folder, name) for name in missing)
-                list(threads.map(_retried, [storage.download] * len(missing), uris, (copy / name for name in missing)))
+            _download(folder, copy, expected)
+            if _altered(copy, expected):  # on the way here, perhaps
+                shutil.rmtree(copy)
+                _download(folder, copy, expected)
             damage = _altered(copy, expected)
             if damage:
                 shutil.rmtree(copy)
                 raise DamagedError(f"{folder} is damaged ({damage}); name another step")
             storage.write_bytes(str(copy / MARKER), marker)
     return copy
+
+
+def _download(folder: str, copy: Path, names: Iterable[str]) -> None:
+    """Those that are not there yet."""
+    missing = [name for name in names if not (copy / name).exists()]
+    with ThreadPoolExecutor(8) as threads:
+        uris = (storage.join(folder, name) for name in missing)
+        list(threads.map(_retried, [storage.download] * len(missing), uris, (copy / name for name in missing)))
 
 
 def find(run_folder: str, step: int | None) -> Checkpoint:
@@ -240,11 +248,10 @@ def _is_committed(folder: str) -> bool:
 
 def _damage(folder: str) -> str | None:
     """What is wrong with a committed checkpoint, or None."""
-    try:
-        expected = json.loads(storage.read_bytes(storage.join(folder, MARKER)))["files"]
-    except (ValueError, KeyError, TypeError):
+    marker = _marker(folder)
+    if marker is None:
         return f"{MARKER} cannot be read"
-    there = storage.files(folder)
+    expected, there = marker["files"], storage.files(folder)
     for name, (size, _) in expected.items():
         if name not in there:
             return f"{name} is missing"
@@ -259,11 +266,24 @@ def _damage(folder: str) -> str | None:
     return None
 
 
+def _marker(folder: str) -> dict[str, Any] | None:
+    """What a checkpoint says of itself, or None where that is damaged."""
+    try:
+        read = json.loads(storage.read_bytes(storage.join(folder, MARKER)))
+    except ValueError:
+        return None
+    return read if isinstance(read, dict) and isinstance(read.get("files"), dict) else None
+
+
 def _altered(folder: Path, expected: dict[str, Any]) -> str | None:
     """Which file of a folder is not what its checksum says, if any."""
-    return next(
-        (f"{name} was altered" for name, (_, sum_) in expected.items() if _checksum(folder / name) != sum_), None
-    )
+    for name, (_, checksum) in expected.items():
+        try:
+            if _checksum(folder / name) != checksum:
+                return f"{name} was altered"
+        except OSError as error:  # a bad place on the disk
+            return f"{name} cannot be read ({first_line(error)})"
+    return None
 
 
 def _checksum(path: Path) -> str:

@@ -96,6 +96,10 @@ class MetricsFile:
             return
         content = b"".join(self._lines)
         with open(self._uri, "r+b" if Path(self._uri).exists() else "wb") as file:  # noqa: PTH123
+            size = file.seek(0, 2)
+            file.seek(min(size, self._size))
+            if size < self._size or not content.startswith(file.read() if size > self._size else b""):
+                raise RaygptError("another process has written them")  # which has gone on with this run
             file.truncate(self._size)  # a disk that was full may have half a line
             file.seek(self._size)
             file.write(content)

@@ -21,7 +21,7 @@ from raygpt.corpus.mixture import Mixture, growing_text, open_growing, open_mixt
 from raygpt.corpus.prepare import Watch
 from raygpt.corpus.store import STORES
 from raygpt.engines import require
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, first_line
 from raygpt.evaluation import prompts
 from raygpt.evaluation.tasks import Item, choose, read_items
 from raygpt.runs import RECIPE, checkpoints, metrics
@@ -36,7 +36,7 @@ from raygpt.training.plan import Plan, in_steps, make_plan
 from raygpt.training.recovery import Trainer, told
 from raygpt.training.scaling import Workers, choose_workers, ensure_room, ensure_shared
 from raygpt.training.session import Event
-from raygpt.training.stopping import stoppable
+from raygpt.training.stopping import forget_wish, stoppable
 from raygpt.training.task import Task
 from raygpt.training.worker import work
 
@@ -102,7 +102,10 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
         prompts.encode(corpus.tokenizer, known.training.prompts, known.model.context)  # and what cannot be written on
         tokenizer = tokenizers.fingerprint(corpus.tokenizer)
         resume.check_text(folder, after, tokenizer, [stream.index.fingerprint for stream in feed.streams], force)
-        start_from = None if after else resume.fork(known, home, tokenizer)
+        if after >= plan.steps:  # its last checkpoint had better be whole
+            found, _ = checkpoints.newest(folder)
+            after = found.step if found else 0
+        start_from = resume.fork(known, home, tokenizer, after)
     except BaseException:
         corpus.close()
         raise
@@ -165,6 +168,7 @@ def train(
         show(event)
 
     with on_cluster(run.recipe), contextlib.closing(run.corpus), held(folder) as still_ours:
+        forget_wish(folder)
         storage.write_bytes(storage.join(folder, RECIPE), run.asked.to_yaml().encode())
         tokenizers.save(run.corpus.tokenizer, folder)
         val = tuple(store.val for store in run.corpus.stores)
@@ -284,6 +288,11 @@ def _fit(trainer: Trainer, poll: Callable[[], None]) -> BaseException | None:
             thread.join(POLL_S)
             poll()
         poll()
+    except ray.exceptions.RayError as error:  # of the actors that carry events
+        trainer.end()
+        return RaygptError(
+            f"Ray lost what this run is driven by ({first_line(error)}); the same command goes on with it"
+        )
     except BaseException:
         trainer.end()
         raise

@@ -32,6 +32,7 @@ from raygpt.training.session import Event, Orders, Session
 from raygpt.training.task import Task
 
 AHEAD = 2  # batches on the device before they are needed
+LOGGED_S = 60.0  # that a save waits for the metrics up to its step to be written
 FARTHER = 2  # for so many times the steps that were timed their speed is relied on: some find batches read ahead
 
 
@@ -51,13 +52,14 @@ class Loop:
         self._training, self._steps = task.recipe.training, task.recipe.steps
         self._save_every, self._eval_every = int(self._training.checkpoint_every), int(self._training.eval_every)
         self._about = engine.describe()
-        self._saving = Saving(task, engine, session, self._check)
+        self._log = Log(self._record)
+        self._saving = Saving(task, engine, session, self._check_state)
         self._spikes = 0.0  # that are known of
 
     def run(self) -> Any:
         """Train from where the run stands to the last step, or until it is stopped; the final state comes back."""
         state, first = self._begin()
-        log, profile, is_wished = Log(self._record), self._profile(), False
+        log, profile, is_wished = self._log, self._profile(), False
         pace, ask_at = Clock(first), 0
         for step, batch in enumerate(self._batches(first, log), start=first + 1):
             self._task.faults.strike(step, self._session.rank)
@@ -66,7 +68,9 @@ class Loop:
             self._tell_profile(profile.after(step, partial(self._engine.read, metrics)))
             self._session.beat(step)
             if step == first + 1:  # it is compiled here, which is no measure of speed
-                self._engine.read(metrics)
+                self._spikes = self._engine.read(metrics)[
+                    "spikes"
+                ]  # those that a restored state has counted are no news
                 log.restart(step)
                 ask_at = step + 1
             orders, is_logged = Orders(), step % self._training.log_every == 0 or step == self._steps
@@ -152,6 +156,14 @@ class Loop:
             return self._engine.restore(folder)
         model, vocab = self._task.recipe.model, self._task.tokenizer.vocab
         return self._engine.load(read_weights(writer, folder, model, vocab))
+
+    def _check_state(self, step: int, metrics: dict[str, float]) -> None:
+        """Whether a step's state is to be kept: one that `stop` is about to stop at is not. What was logged up to it is
+        written first, since nobody will log that again."""
+        self._check(step, metrics)
+        if self._training.on_spike == "stop":
+            self._check_spikes(step, metrics["spikes"])
+        self._log.wait_for(step)
 
     def _check(self, step: int, metrics: dict[str, float]) -> None:
         """Loss and gradient are numbers, or the run ends here, with the checkpoints that it has.
@@ -279,6 +291,7 @@ class Log:
         self.data_wait_s = 0.0
         self._record, self._clock = record, Clock()
         self._waiting: queue.Queue[tuple[int, Any, float]] = queue.Queue(1)
+        self._unlogged: list[int] = []  # steps, in order
         self._error: BaseException | None = None
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -286,6 +299,7 @@ class Log:
         """Log a step as soon as the device has done it; raises what went wrong with those before."""
         if self._error:
             raise self._error
+        self._unlogged.append(step)
         self._waiting.put((step, metrics, self.data_wait_s))
         self.data_wait_s = 0.0
 
@@ -294,6 +308,12 @@ class Log:
         self._waiting.join()
         if self._error:
             raise self._error
+
+    def wait_for(self, step: int) -> None:
+        """Until everything up to a step is logged, but not for ever."""
+        until = time.monotonic() + LOGGED_S
+        while any(one <= step for one in [*self._unlogged]) and time.monotonic() < until:
+            time.sleep(0.01)
 
     def restart(self, step: int) -> None:
         """Time that was not spent on training does not count."""
@@ -308,6 +328,7 @@ class Log:
             except BaseException as error:
                 self._error = self._error or error
             finally:
+                self._unlogged.remove(step)
                 self._waiting.task_done()
 
 

@@ -5,6 +5,7 @@ comes back at the same step.
 """
 
 import contextlib
+import errno
 import time
 from typing import Any
 
@@ -27,6 +28,7 @@ from raygpt.training.mailbox import on_this_node
 
 DEATHS = (ray.exceptions.RayActorError, WorkerHealthCheckFailedError)
 REPEATED = 3  # faults at one step end the run
+DISK_TROUBLE = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 STORAGE_S = 10.0  # that a storage which failed is given before workers ask it again
 ENDED_S = 10.0  # that workers are given to end in good order
 SAVED_WITHIN_S = 120.0  # or the workers are resized without
@@ -68,6 +70,7 @@ class Recovery(DefaultFailurePolicy):
         super().__init__(config)
         self._mailbox, self._hang_after = mailbox, hang_after
         self._steps: list[int | None] = []  # at which a fault struck; none where the step had nothing to do with it
+        self._nodes = _nodes()
 
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
         cause = told(training_failed_error)
@@ -84,10 +87,16 @@ class Recovery(DefaultFailurePolicy):
             return decision
         step, silent_s = ray.get(self._mailbox.last_beat.remote())
         what = self._describe(cause, training_failed_error, silent_s)
-        if isinstance(cause, StorageError):
+        is_storage = isinstance(cause, StorageError) or getattr(cause, "errno", None) in DISK_TROUBLE
+        if is_storage:
             time.sleep(STORAGE_S)
-        self._steps.append(None if isinstance(cause, StorageError) else step)
+        self._steps.append(None if is_storage or self._has_lost_nodes() else step)
         return self._judge(what, step, decision)
+
+    def _has_lost_nodes(self) -> bool:
+        """Since the last fault. Workers that start take minutes, without a step: nodes may go one by one meanwhile."""
+        before, self._nodes = self._nodes, _nodes()
+        return bool(before - self._nodes)
 
     def _judge(self, what: str, step: int, decision: FailureDecision) -> FailureDecision:
         """Say what becomes of the last fault."""
@@ -146,13 +155,18 @@ class SavesFirst(ElasticScalingPolicy):
         if not is_saved and time.monotonic() - self._since < SAVED_WITHIN_S:
             return NoopDecision()
         decision, self._wanted = self._wanted, None
-        text = f"the workers start again from there, {decision.num_workers} of them now"
+        whence = "there" if is_saved else "the newest checkpoint"
+        text = f"the workers start again from {whence}, {decision.num_workers} of them now"
         self._mailbox.put.remote({"event": "fault", "text": text})
         return decision
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         self._wanted = None
         return super().make_decision_for_non_running_worker_group()
+
+
+def _nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
 
 
 def told(error: BaseException) -> BaseException:

@@ -72,11 +72,23 @@ def changed_rate(run_folder: str, after: int, recipe: Recipe) -> str | None:
     )
 
 
-def fork(recipe: Recipe, home: str, tokenizer: str) -> Checkpoint | None:
-    """The checkpoint that `run.start_from` names; refuses one whose model or tokenizer is another."""
+def fork(recipe: Recipe, home: str, tokenizer: str, after: int = 0) -> Checkpoint | None:
+    """The checkpoint that `run.start_from` names; refuses one whose model or tokenizer is another.
+
+    A run that has begun needs it only if all its own turn out to be damaged, so it may be gone by then.
+    """
     if recipe.run.start_from is None:
         return None
-    name, _, step = recipe.run.start_from.partition("@")
+    try:
+        return _named(recipe, recipe.run.start_from, home, tokenizer)
+    except RaygptError:
+        if after:
+            return None
+        raise
+
+
+def _named(recipe: Recipe, start_from: str, home: str, tokenizer: str) -> Checkpoint:
+    name, _, step = start_from.partition("@")
     if step and not step.isdecimal():
         raise RaygptError(
             f"run.start_from: {step!r} is no step; write RUN or RUN@STEP, e.g. run.start_from: {name}@1000"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from raygpt.engines.base import Engine
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, StorageError
 from raygpt.runs import checkpoints
 from raygpt.training.session import Session
 from raygpt.training.task import Task
@@ -22,6 +22,7 @@ from raygpt.training.task import Task
 PATIENCE_S = 5.0  # that a save waits for the one before it, and training with it; then it is left out
 BEAT_S = 5.0  # between two signs of life while the last save is waited for
 ASKED_S = 0.05
+LONGEST_S = 1800.0  # that a save may take; a disk that does not answer any more would hold it for ever
 RETRIED_S = 5.0  # before the last save of a run is tried again
 
 Check = Callable[[int, dict[str, float]], None]
@@ -130,15 +131,18 @@ class Saving:
             told = self._wait_for_all(step)
             errors = [part["error"] for part in told.values() if "error" in part]
             if errors:
-                self._fail(step, errors[0])
-                return
+                raise StorageError(errors[0])
             self._check(step, self._engine.read(metrics))
             self._commit(step, {name: facts for part in told.values() for name, facts in part["files"].items()})
+        except StorageError as error:
+            self._fail(step, str(error))
         except Exception as error:
             self._error = error
 
     def _wait_for_all(self, step: int) -> dict[int, dict[str, Any]]:
         while len(told := self._session.told(step)) < self._session.workers:
+            if time.monotonic() - self._begun > LONGEST_S:
+                raise StorageError(f"not all workers have written their part after {LONGEST_S / 60:.0f} minutes")
             time.sleep(ASKED_S)
         return told
 

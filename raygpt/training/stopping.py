@@ -26,14 +26,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, `kill` and `
 def stoppable(run_folder: str, mailbox: Any, watch: Callable[[Event], None]) -> Iterator[Callable[[], None]]:
     """Inside the block signals ask the workers to save and end. Yields what looks for a wish from elsewhere."""
     uri = storage.join(run_folder, WISH)
-    storage.delete(uri)  # one that came too late for an earlier part of the run
     asked = threading.Event()
     looked = time.monotonic()
+    unsaid: list[str] = []  # a signal may come in the middle of a line that is being printed
 
     def ask(who: str) -> None:
         asked.set()
         mailbox.wish.remote("stop")
-        watch({"event": "stopping", "text": f"{who}: saving after one of the next steps"})
+        unsaid.append(f"{who}: saving after one of the next steps")
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if asked.is_set():
@@ -42,6 +42,8 @@ def stoppable(run_folder: str, mailbox: Any, watch: Callable[[Event], None]) -> 
 
     def look() -> None:
         nonlocal looked
+        while unsaid:
+            watch({"event": "stopping", "text": unsaid.pop(0)})
         if asked.is_set() or time.monotonic() - looked < LOOKED_S:
             return
         looked = time.monotonic()
@@ -52,6 +54,11 @@ def stoppable(run_folder: str, mailbox: Any, watch: Callable[[Event], None]) -> 
 
     with _handled(on_signal):
         yield look
+
+
+def forget_wish(run_folder: str) -> None:
+    """One that came too late for an earlier part of the run."""
+    storage.delete(storage.join(run_folder, WISH))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from raygpt import storage
 from raygpt.config import Recipe
 from raygpt.engines import engine_of
 from raygpt.engines.base import Engine
-from raygpt.errors import RaygptError, StorageError
+from raygpt.errors import StorageError
 from raygpt.runs import RECIPE
 from raygpt.training.loop import Loop
 from raygpt.training.plan import split_batch
@@ -45,7 +45,7 @@ def work(config: dict[str, Any]) -> None:
 def _find_run(run_folder: str) -> None:
     """A node that came later may not share the run's storage."""
     if not storage.exists(storage.join(run_folder, RECIPE)):
-        raise RaygptError(not_shared(run_folder, socket.gethostname()))
+        raise StorageError(not_shared(run_folder, socket.gethostname()))  # or not yet: a mount may take a while
 
 
 def make_engine(recipe: Recipe, vocab: int, session: Session) -> Engine:

@@ -7,6 +7,7 @@ not in one database (OCDBT), which a process would have to put together.
 
 import contextlib
 import threading
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import jax
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from raygpt.config import Model
 from raygpt.engines.base import Weights
@@ -25,31 +28,42 @@ class Saver:
     """Writes one state at a time: `save` begins to copy it to the host, `wait` writes the copy."""
 
     def __init__(self) -> None:
-        rank = jax.process_index()
-        alone = ocp.options.MultiprocessingOptions(
-            primary_host=None, active_processes={rank}, barrier_sync_key_prefix=f"process-{rank}"
-        )
-        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
-        self._orbax = ocp.Checkpointer(handler, multiprocessing_options=alone)
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=_alone())
+        self._orbax = ocp.Checkpointer(handler, multiprocessing_options=_alone())
         self._folder, self._copy = Path(), None
+        self._cut: Any = None
         self.is_reserved = False
 
     def reserve(self, state: Any) -> None:
         """Begin to make the host's memory for what will be saved: for GPT-2 that is 1.5 GB, and takes 1.1 s if it is
         pinned. Done while the first step is compiled, no step waits for it."""
         self.is_reserved = True
-        shards = [shard.data for array in jax.tree.leaves(state) for shard in array.addressable_shards]
-        places = [(shard.shape, shard.dtype, _on_the_host(shard)) for shard in shards]
+        parts = [(_shared_out(array).shard_shape(array.shape), array) for array in jax.tree.leaves(state)]
+        shards = [
+            (shape, array.dtype, _on_the_host(shard.data))
+            for shape, array in parts
+            for shard in array.addressable_shards
+        ]
 
         def make() -> None:
-            jax.block_until_ready([jax.device_put(np.zeros(shape, dtype), place) for shape, dtype, place in places])
+            jax.block_until_ready([jax.device_put(np.zeros(shape, dtype), place) for shape, dtype, place in shards])
 
         threading.Thread(target=make, daemon=True).start()
 
     def save(self, state: Any, folder: str) -> None:
         """Begin to copy this process's shards. Nothing waits but, on the device, the step that would change them."""
         self._folder = Path(folder)
-        self._copy = jax.device_put(state, jax.tree.map(_on_the_host, state))
+        parts = self._share_out(state)
+        self._copy = jax.device_put(parts, jax.tree.map(_on_the_host, parts))
+
+    def _share_out(self, state: Any) -> Any:
+        """Of arrays that several devices hold each has a part to save: all of them everywhere would fill the hosts."""
+        places = jax.tree.map(_shared_out, state)
+        if all(place == array.sharding for place, array in zip(*map(jax.tree.leaves, (places, state)), strict=True)):
+            return state
+        if self._cut is None:
+            self._cut = jax.jit(lambda state: state, out_shardings=places)
+        return self._cut(state)
 
     def wait(self) -> None:
         """Write the copy; raises what went wrong."""
@@ -61,13 +75,41 @@ class Saver:
                     path.unlink()
 
 
+def _alone() -> Any:
+    """Of Orbax's options: this process waits for no other. Process-wide, so that everything here says the same."""
+    rank = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=None, active_processes={rank}, barrier_sync_key_prefix=f"process-{rank}"
+    )
+
+
 def _on_the_host(array: jax.Array) -> Any:
     return array.sharding.with_memory_kind("pinned_host")
 
 
+def _shared_out(array: jax.Array) -> Any:
+    """Where an array lies if the devices that hold the same of it each have a part; as it is if it cannot be cut."""
+    place = array.sharding
+    if not isinstance(place, NamedSharding):
+        return place
+    sides = [*place.spec, *[None] * (array.ndim - len(place.spec))]
+    taken = {axis for side in sides for axis in _axes(side)}
+    free = tuple(axis for axis, size in place.mesh.shape.items() if axis not in taken and size > 1)
+    for number, side in enumerate(sides):
+        axes = (*_axes(side), *free)
+        if free and array.shape[number] % prod(place.mesh.shape[axis] for axis in axes) == 0:
+            return NamedSharding(place.mesh, P(*sides[:number], axes, *sides[number + 1 :]))
+    return place
+
+
+def _axes(side: Any) -> tuple[str, ...]:
+    return side if isinstance(side, tuple) else () if side is None else (side,)
+
+
 def restore(folder: str, shapes: Any, shardings: Any) -> Any:
     """The state in a folder, each array laid out as its sharding says."""
-    return ocp.StandardCheckpointer().restore(folder, jax.tree.map(shape_at, shapes, shardings))
+    orbax = ocp.StandardCheckpointer(multiprocessing_options=_alone())
+    return orbax.restore(folder, jax.tree.map(shape_at, shapes, shardings))
 
 
 def read_parameters(folder: str, model: Model, vocab: int) -> dict[str, Any]:
