@@ -14,7 +14,7 @@ from directories import logged, make_run
 
 from raygpt.report import write_report
 from raygpt.report.page import page, spread
-from raygpt.runs import open_run
+from raygpt.runs import checkpoints, open_run
 
 BROWSER = next((found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), None)
 
@@ -80,6 +80,20 @@ def test_compared_runs_show_only_where_their_recipes_differ(one, two):
     assert keys == ["optimizer.learning_rate", "training.batch_tokens"]
     assert "<code>0.001</code></td><td><code>0.002</code>" in table
     assert data_of(html)["band"] is None  # they are not of one recipe
+
+
+def test_the_page_names_the_best_checkpoint_and_its_loss(one):
+    for step, loss in ((50, 5.5), (75, 4.125), (100, 4.25)):
+        checkpoints.commit(checkpoints.folder_of(one, step), step, {"engine": "jax"}, {})
+        checkpoints.write_score(one, step, loss)
+    html = page([open_run(one)])
+    assert "<b>4.1250</b><span>best checkpoint" in html
+    rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in html.split("<tr><th>one</th>")[1:]]
+    assert [(row[0], row[1], row[3]) for row in rows] == [
+        ("50", "5.5000", ""),
+        ("75", "4.1250", "best"),
+        ("100", "4.2500", ""),
+    ]
 
 
 def test_runs_of_a_recipe_with_a_reference_carry_its_band(one):
