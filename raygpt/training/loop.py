@@ -311,8 +311,8 @@ class Log:
 
     def wait_for(self, step: int) -> None:
         """Until everything up to a step is logged, but not for ever."""
-        until = time.monotonic() + LOGGED_S
-        while any(one <= step for one in [*self._unlogged]) and time.monotonic() < until:
+        until = time.perf_counter() + LOGGED_S
+        while any(one <= step for one in [*self._unlogged]) and time.perf_counter() < until:
             time.sleep(0.01)
 
     def restart(self, step: int) -> None:

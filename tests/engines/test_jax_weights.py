@@ -118,3 +118,16 @@ def test_a_save_holds_the_state_that_it_was_begun_with_while_training_goes_on(tm
     train(engine, state, WINDOWS[2:])  # the state's memory is used again
     engine.wait_for_save()
     assert_equal(read_weights(str(tmp_path / "state"), engine.recipe.model, VOCAB), expected)
+
+
+def test_of_what_several_devices_hold_each_saves_a_part(tmp_path):
+    engine = make_engine({"data": 4, "fsdp": 2})
+    state, _ = train(engine, engine.start(), WINDOWS[:1])
+    engine.save(state, str(tmp_path / "state"))
+    held, copied = (
+        sum(shard.data.nbytes for array in jax.tree.leaves(tree) for shard in array.addressable_shards)
+        for tree in (state.parameters, engine._saver._copy.parameters)
+    )
+    engine.wait_for_save()
+    assert_equal(read_weights(str(tmp_path / "state"), engine.recipe.model, VOCAB), engine.gather(state))
+    assert copied <= 1.05 * held / 4  # once, but for what eight does not divide

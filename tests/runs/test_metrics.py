@@ -154,3 +154,23 @@ def test_no_line_is_lost_while_another_thread_flushes(tmp_path):
     done.set()
     thread.join()
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, 3001))
+
+
+def test_a_driver_that_slept_does_not_write_over_the_one_that_took_the_run_over(metrics, tmp_path):
+    said = []
+    metrics._warn = said.append
+    other = MetricsFile(str(tmp_path))
+    other.keep_until(2)
+    for step in range(3, 9):
+        other.append({"step": step, "loss": 0.5})
+    metrics.append({"step": 4, "loss": 4.0})  # it woke up
+    other.append({"step": 9, "loss": 0.5})
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 10))
+    assert len(said) == 1
+    assert "another process has written them" in said[0]
+
+
+def test_nor_does_it_fill_up_what_the_other_has_dropped(metrics, tmp_path):
+    MetricsFile(str(tmp_path)).keep_until(1)
+    metrics.append({"step": 4, "loss": 4.0})
+    assert Path(tmp_path, "metrics.jsonl").read_bytes() == b'{"step": 1, "loss": 1.0}\n'

@@ -865,3 +865,49 @@ def test_a_task_shows_no_secrets_where_ray_shows_it(make_task):
     task = make_task(**{"cluster.runtime_env": {"env_vars": {"HF_TOKEN": "hf_31415926"}}})
     assert task.recipe.cluster.runtime_env["env_vars"]["HF_TOKEN"] == "hf_31415926"
     assert f"{task!r} {task}" == f"Task({task.run_folder!r}) Task({task.run_folder!r})"
+
+
+def test_spikes_that_a_restored_state_has_counted_are_no_news(make_task):
+    changes = {"training.on_spike": "stop", "training.checkpoint_every": 4}
+    task = make_task(**changes, **{"training.steps": 8})
+    run(task, FakeEngine())
+    longer = replace(task, recipe=load_recipe("tiny", {**task.recipe.to_dict(), "training.steps": 12}))
+    events = run(longer, FakeEngine(spikes=dict.fromkeys(range(1, 13), 3.0)))
+    assert events[-1] == {"event": "finished", "step": 12}
+
+
+def test_a_state_that_a_spike_has_spoilt_is_not_saved_where_one_is_to_stop_at_it(make_task):
+    task = make_task(**{"training.on_spike": "stop", "training.checkpoint_every": 2, "training.log_every": 10})
+    with pytest.raises(RaygptError, match="standard deviations above what is usual, at or before step 6"):
+        run(task, FakeEngine(step_s=0.05, spikes=dict.fromkeys(range(5, 11), 1.0)))
+    assert checkpoints.newest(task.run_folder)[0].step == 4
+
+
+def test_a_checkpoint_counts_when_the_steps_up_to_it_are_logged(make_task):
+    class Slow(LocalSession):
+        def record(self, metrics):
+            time.sleep(0.3 if "loss" in metrics else 0)
+            super().record(metrics)
+
+    task, session = make_task(**{"training.checkpoint_every": 5, "training.log_every": 1}), Slow()
+    Loop(task, FakeEngine(), session).run()
+    said = [("checkpoint" if "event" in one else "loss", one["step"]) for one in session.events if is_step_or_save(one)]
+    assert said.index(("checkpoint", 5)) > said.index(("loss", 5))
+    assert said.index(("checkpoint", 10)) > said.index(("loss", 10))
+
+
+def is_step_or_save(event):
+    return "loss" in event or event.get("event") == "checkpoint"
+
+
+def test_a_worker_whose_disk_does_not_answer_costs_a_save_and_not_all_that_follow(make_task, monkeypatch):
+    monkeypatch.setattr("raygpt.training.saving.LONGEST_S", 0.2)
+    task, session = make_task(), LocalSession(workers=2)  # the other never tells
+    saving = Saving(task, FakeEngine(), session, lambda step, metrics: None)
+    assert saving.begin(4, 4, 4)
+    settle()
+    assert saving.begin(6, 6, 6)
+    settle()
+    said = [event["text"] for event in session.events if event.get("event") == "warning"]
+    assert [text.partition(" could")[0] for text in said] == [f"the checkpoint of step {step}" for step in (4, 6)]
+    assert "not all workers have written their part" in said[0]

@@ -1,6 +1,7 @@
 """A run goes on with the text that it was trained on, or says so."""
 
 import contextlib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
 from raygpt.training import launch
-from raygpt.training.resume import changed_rate, check_text
+from raygpt.training.resume import changed_rate, check, check_text, fork
 
 
 @pytest.fixture
@@ -88,3 +89,20 @@ def test_whoever_watches_is_warned_before_the_run_goes_on(tmp_path, monkeypatch)
         monkeypatch.setattr(launch, name, instead)
     launch.train(run, seen.append)
     assert seen == [{"event": "warning", "text": changed_rate(folder, 200, longer)}, "the run"]
+
+
+def test_a_checkpoint_whose_marker_is_damaged_is_passed_over_for_the_one_before(run_folder):
+    newest = checkpoints.folder_of(run_folder, 20)
+    checkpoints.commit(newest, 20, {"tokenizer": "bytes-1", "data": ["aa", "bb"]}, {})
+    recipe = load_recipe("tiny", {"training.steps": 30})
+    Path(run_folder, "recipe.yaml").write_text(recipe.to_yaml())
+    assert check(run_folder, recipe, force=False) == 20
+    Path(newest, "checkpoint.json").write_text('{"step": 20, "fil')
+    assert check(run_folder, recipe, force=False) == 10
+
+
+def test_what_a_run_began_from_may_be_gone_when_it_goes_on(tmp_path):
+    recipe = load_recipe("tiny", {"run.start_from": "gone"})
+    assert fork(recipe, str(tmp_path), "bytes-1", after=10) is None
+    with pytest.raises(RaygptError, match="there is no run 'gone'"):
+        fork(recipe, str(tmp_path), "bytes-1")

@@ -1,0 +1,72 @@
+"""Which faults end a run, and which do not count: by the policy alone, without a cluster."""
+
+import errno
+from types import SimpleNamespace
+
+import pytest
+import ray
+from ray.train import FailureConfig
+from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2.api.exceptions import WorkerGroupError
+
+from raygpt.errors import RaygptError, StorageError
+from raygpt.training import launch, recovery
+from raygpt.training.recovery import Recovery
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    """What becomes of faults at step 7, one after another; before each the nodes that are there may change."""
+    monkeypatch.setattr(ray, "get", lambda beat: (7, 0.0))
+    monkeypatch.setattr(recovery, "STORAGE_S", 0)
+    said = []
+    mailbox = SimpleNamespace(
+        last_beat=SimpleNamespace(remote=lambda: None), put=SimpleNamespace(remote=lambda event: said.append(event))
+    )
+
+    def decide(*faults, nodes=None, limit=10):
+        there = iter(nodes or [{"a"}] * (len(faults) + 1))
+        monkeypatch.setattr(recovery, "_nodes", lambda: next(there))
+        policy = Recovery(FailureConfig(max_failures=limit), mailbox, None)
+        return [policy.make_decision(WorkerGroupError("failed", {1: fault})) for fault in faults], said
+
+    return decide
+
+
+GO_ON, END = FailureDecision.RETRY, FailureDecision.RAISE
+
+
+def test_the_third_fault_at_one_step_is_no_accident(judge):
+    decisions, said = judge(*[RuntimeError("odd")] * 3)
+    assert decisions == [GO_ON, GO_ON, END]
+    assert said[-1]["text"].startswith("the same fault came 3 times after step 7")
+
+
+def test_nodes_that_go_one_by_one_while_workers_start_are_accidents(judge):
+    nodes = [{"a", "b", "c", "d"}, {"a", "b", "c"}, {"a", "b"}, {"a"}, {"a"}]
+    assert judge(*[RuntimeError("died")] * 4, nodes=nodes)[0] == [GO_ON] * 4
+
+
+@pytest.mark.parametrize("fault", [StorageError("no answer"), OSError(errno.EROFS, "Read-only file system")])
+def test_a_storage_that_fails_has_nothing_to_do_with_the_step(judge, fault):
+    assert judge(*[fault] * 4)[0] == [GO_ON] * 4
+
+
+def test_there_is_a_limit_to_all_of_them_and_what_the_user_has_to_mend_ends_it_at_once(judge):
+    decisions, said = judge(*[StorageError("no answer")] * 3, limit=2)
+    assert decisions == [GO_ON, GO_ON, END]
+    assert said[1]["text"].endswith("(fault 2 of at most 2)")
+    assert judge(RaygptError("write something else"))[0] == [END]
+
+
+def test_where_ray_loses_what_carries_events_the_run_ends_with_what_to_do():
+    ended = []
+    trainer = SimpleNamespace(fit=lambda: None, end=lambda: ended.append(True))
+
+    def poll():
+        raise ray.exceptions.RayActorError
+
+    error = launch._fit(trainer, poll)
+    assert isinstance(error, RaygptError)
+    assert str(error).endswith("the same command goes on with it")
+    assert ended == [True]
