@@ -17,13 +17,13 @@ chaos: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/installed-dev
-	$(BIN)/ruff format --check raygpt tests benchmarks
-	$(BIN)/ruff check raygpt tests benchmarks
+	$(BIN)/ruff format --check raygpt tests benchmarks examples
+	$(BIN)/ruff check raygpt tests benchmarks examples
 	$(BIN)/mypy
 
 format: $(VENV)/installed-dev
-	$(BIN)/ruff format raygpt tests benchmarks
-	$(BIN)/ruff check --fix raygpt tests benchmarks
+	$(BIN)/ruff format raygpt tests benchmarks examples
+	$(BIN)/ruff check --fix raygpt tests benchmarks examples
 
 # The suite against a wheel in an environment and a folder of its own: what users install, not what lies here.
 WHEEL_TESTS ?= tests

@@ -5,7 +5,7 @@ python examples/tutorial_a.py TEXT tiny    # the same for a laptop, in a minute
 """
 
 import sys
-from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import raygpt
 from raygpt.corpus.mixture import open_mixture
@@ -15,31 +15,33 @@ from raygpt.recipes import load_recipe
 def train(config):
     """What every worker runs."""
     import numpy as np
-    import ray.train
+    from ray.train import Checkpoint, get_checkpoint, report
 
+    from raygpt.corpus.feed import val_windows
     from raygpt.engines.jax.engine import JaxEngine
-    from raygpt.runs.checkpoints import publish
-    from raygpt.training.loop import val_windows
 
     recipe, corpus = config["recipe"], config["corpus"]
-    rows = recipe.training.batch_tokens // recipe.model.context
-    feed = corpus.feed(context=recipe.model.context, batch_rows=rows, order="shuffled", seed=2357)
+    context, training = recipe.model.context, recipe.training
+    rows = training.batch_tokens // context
+    feed = corpus.feed(context=context, batch_rows=rows, order=recipe.data.order, seed=training.seed)
     engine = JaxEngine(recipe, corpus.tokenizer.vocab)
-    state = engine.start()
+    saved = get_checkpoint()  # where workers were lost and are started again
+    state = engine.restore(saved.path) if saved else engine.start()
+    first = int(saved.path.rpartition("-")[2]) + 1 if saved else 1
 
-    for step in range(1, recipe.training.steps + 1):
+    for step in range(first, training.steps + 1):
         batch = engine.put(feed.rows(step - 1, engine.rows))  # of the whole batch, only the rows that this worker needs
         state, metrics = engine.step(state, batch)
-        if step % recipe.training.log_every == 0:
-            ray.train.report({"step": step, "train_loss": engine.read(metrics)["loss"]})
-        if step % recipe.training.eval_every == 0:
-            part = Path(config["folder"], f"part-{ray.train.get_context().get_world_rank()}")
-            engine.save(state, str(part))  # this worker's share of parameters and optimizer, in the background
-            windows = val_windows([store.val for store in corpus.stores], engine.context, rows)
-            losses = np.concatenate([engine.score(state, part) for part in windows])
-            engine.wait_for_save()
-            publish(part, f"{config['folder']}/step-{step}")
-            ray.train.report({"step": step, "val_loss": float(losses.mean())})
+        if step % training.log_every == 0:
+            report({"step": step, "train_loss": engine.read(metrics)["loss"]})
+        if step % training.eval_every == 0:
+            windows = val_windows([store.val for store in corpus.stores], context, rows)
+            losses = np.concatenate([engine.score(state, some) for some in windows])
+            with TemporaryDirectory() as folder:  # for this worker's share; Ray puts those of all together
+                engine.save(state, f"{folder}/share")
+                engine.wait_for_save()
+                share = Checkpoint.from_directory(f"{folder}/share")
+                report({"step": step, "val_loss": float(losses.mean())}, share, checkpoint_dir_name=f"step-{step}")
 
 
 if __name__ == "__main__":
@@ -47,12 +49,8 @@ if __name__ == "__main__":
     small = {"training.steps": 40, "training.eval_every": 20, "data.tokenizer": "bytes"}
     recipe = load_recipe("tiny", small) if size == "tiny" else load_recipe("gpt2-124m-openwebtext")
     data = recipe.data.model_copy(update={"source": text, "val": 0.05, "split": "documents"})
-    corpus = open_mixture(data, "runs/stores")
-    result = raygpt.run(
-        train,
-        {"recipe": recipe, "corpus": corpus, "folder": raygpt.storage.absolute("runs/tutorial")},
-        cluster={"workers": 2},
-        watch=lambda report: print(*(f"{name} {value}" for name, value in report.items()), flush=True),
-    )
+    config = {"recipe": recipe, "corpus": open_mixture(data, "runs/stores")}
+    watch = lambda said: print(*(f"{name} {value}" for name, value in said.items()), flush=True)  # noqa: E731
+    result = raygpt.run(train, config, cluster={"workers": 2, "max_faults": 3}, watch=watch)
     if result.error:
         raise result.error

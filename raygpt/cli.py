@@ -41,8 +41,16 @@ def main() -> None:
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A shipped name or a YAML file.")] = "tiny",
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A name that `raygpt recipes` lists, or a YAML file.")
+    ] = "tiny",
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="What to change in it, e.g. training.steps=500; `raygpt recipes show tiny` explains every key.",
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Go on with a run although the recipe has changed.")] = False,
     profile: Annotated[
         str | None, typer.Option(metavar="FIRST:LAST", help="Trace these steps, e.g. 20:25, for ui.perfetto.dev.")
@@ -81,7 +89,9 @@ def train(
 
 
 @app.command()
-def stop(run: Annotated[str, typer.Argument(help="The directory of a run that is being trained.")]) -> None:
+def stop(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The directory of a run that is being trained.")],
+) -> None:
     """Ask a run to save and stop, from anywhere that sees its directory."""
     from raygpt import storage
     from raygpt.training.stopping import ask_to_stop
@@ -92,15 +102,20 @@ def stop(run: Annotated[str, typer.Argument(help="The directory of a run that is
 
 @app.command()
 def prepare(
-    source: Annotated[str, typer.Argument(help="stdlib, a file, folder or glob, hf:OWNER/NAME, or a preset.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="stdlib, a file, folder or glob, hf:OWNER/NAME, or a known name, e.g. wikitext-103."
+        ),
+    ],
     out: Annotated[str, typer.Option(help="Folder or s3:// address of the token store.")],
-    tokenizer: Annotated[str, typer.Option(help="gpt2, bytes, char, bpe:N, or a saved one.")] = "gpt2",
+    tokenizer: Annotated[str, typer.Option(help="gpt2, bytes, char, bpe:N, or where one is saved.")] = "gpt2",
     val: Annotated[str, typer.Option(help="Share held out for validation, or a source of its own.")] = "0.05",
     split: Annotated[str, typer.Option(help="How the share is taken: documents, tail or huggingface.")] = "documents",
     split_seed: Annotated[int, typer.Option(help="Decides which documents are held out.")] = 2357,
-    column: Annotated[str, typer.Option(help="Where jsonl and parquet hold the text.")] = "text",
+    column: Annotated[str, typer.Option(help="The field of jsonl and parquet that holds the text.")] = "text",
     limit: Annotated[
-        int | None, typer.Option(help="Only so many rows, the first: lines of text, rows of a table.")
+        int | None, typer.Option(metavar="N", help="Read only the first N rows: lines of text, rows of a table.")
     ] = None,
     nanogpt: Annotated[bool, typer.Option("--nanogpt", help="Also write nanoGPT's train.bin and val.bin.")] = False,
     as_json: Json = False,
@@ -135,8 +150,10 @@ def prepare(
 
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, local or s3://.")]
-Step = Annotated[int | None, typer.Option(min=0, help="Of the checkpoint; else the best by validation loss.")]
-Latest = Annotated[bool, typer.Option("--latest", help="The newest checkpoint instead of the best.")]
+Step = Annotated[
+    int | None, typer.Option(min=0, help="Step of the checkpoint to use (default: the best by validation loss).")
+]
+Latest = Annotated[bool, typer.Option("--latest", help="Use the newest checkpoint instead of the best.")]
 
 
 def _refuse_two_checkpoints(step: int | None, latest: bool) -> None:
@@ -147,14 +164,16 @@ def _refuse_two_checkpoints(step: int | None, latest: bool) -> None:
 @app.command()
 def generate(
     run: Run,
-    prompt: Annotated[str | None, typer.Option(help="Text to go on from; without it a document begins.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="At most so many new ones.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Only among so many likeliest; 0: among all.")] = 50,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Only among the likeliest with this share.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Repeats a text; drawn where it is not given.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Texts, written in one batch.")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="A text ends before this; may be given again.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; without it a new document begins.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write at most.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="How freely to draw; 0 takes the likeliest token each time.")
+    ] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw among so many likeliest tokens; 0: among all.")] = 50,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Draw among the likeliest tokens of this share.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Repeats a text; without it one is drawn and told.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="How many texts to write.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="End a text before this string; may be given again.")] = None,
     interactive: Annotated[bool, typer.Option("--interactive", "-i", help="Ask for prompts, one a line.")] = False,
     step: Step = None,
     latest: Latest = False,
@@ -186,7 +205,7 @@ def generate(
 @app.command("export")
 def export_(
     run: Run,
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="A new folder.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A new folder for the model.")],
     step: Step = None,
     latest: Latest = False,
     as_json: Json = False,
@@ -208,12 +227,14 @@ def export_(
 
 @app.command("import")
 def import_(
-    source: Annotated[str, typer.Argument(metavar="DIR|NAME", help="A folder of transformers' GPT-2, or its name.")],
+    source: Annotated[
+        str, typer.Argument(metavar="DIR|NAME", help="A GPT-2 that transformers saved, or its name on the Hub.")
+    ],
     run: Annotated[str, typer.Argument(metavar="OUT_RUN", help="The run directory to make.")],
-    engine: Annotated[str, typer.Option(help="jax or torch: what writes the checkpoint; either can go on.")] = "jax",
+    engine: Annotated[str, typer.Option(help="jax or torch writes it; both can train it further.")] = "jax",
     as_json: Json = False,
 ) -> None:
-    """Make a run at step 0 of Hugging Face's GPT-2 weights, to be trained further by run.start_from."""
+    """Turn Hugging Face's GPT-2 weights into a run at step 0, which run.start_from trains further."""
     from raygpt import outcomes
     from raygpt.interop.importing import import_run
 
@@ -229,9 +250,13 @@ def eval_(
     run: Run,
     task: Annotated[
         list[str] | None,
-        typer.Option(help="validation, hellaswag, lambada, or hellaswag=FILE.jsonl; may be given again."),
+        typer.Option(
+            help="validation (the default), hellaswag, lambada, or e.g. hellaswag=FILE.jsonl; may be given again."
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only so many items of each task, its first.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Score only the first N items of each task.")
+    ] = None,
     step: Step = None,
     latest: Latest = False,
     as_json: Json = False,
@@ -256,7 +281,9 @@ def eval_(
 
 @app.command()
 def runs(
-    storage: Annotated[str, typer.Argument(metavar="[STORAGE]", help="The folder or s3:// address of runs.")] = "runs",
+    storage: Annotated[
+        str, typer.Argument(metavar="STORAGE", help="The folder or s3:// address that runs lie in.")
+    ] = "runs",
     as_json: Json = False,
 ) -> None:
     """List runs: how far they are, how fast, and whether they are running, finished, stopped or failed."""
@@ -286,11 +313,14 @@ def show(run: Run, as_json: Json = False) -> None:
 
 @app.command()
 def report(
-    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories, local or s3://.")],
+    run: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories, local or s3://.")],
     out: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The page; else report.html in the first run.")
+        str | None,
+        typer.Option(metavar="FILE", help="Where to write the page (default: report.html in the first run)."),
     ] = None,
-    png: Annotated[str | None, typer.Option(metavar="FILE", help="The curves as a picture too, for a README.")] = None,
+    png: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also write the curves as a picture, for a README.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write one HTML page of a run, or of several compared: curves, samples, recipes, hardware. No network needed."""
@@ -308,8 +338,8 @@ def report(
 def data_show(
     what: Annotated[str, typer.Argument(metavar="SOURCE|DIR", help="A source of text, or a token store.")],
     rows: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 3,
-    column: Annotated[str, typer.Option(help="Where jsonl and parquet hold the text.")] = "text",
-    tokenizer: Annotated[str, typer.Option(help="What nanoGPT's bare files were made with.")] = "gpt2",
+    column: Annotated[str, typer.Option(help="The field of jsonl and parquet that holds the text.")] = "text",
+    tokenizer: Annotated[str, typer.Option(help="What nanoGPT's train.bin and val.bin were made with.")] = "gpt2",
     as_json: Json = False,
 ) -> None:
     """Print schema and raw rows of a source, or header, counts and decoded rows of a store."""
@@ -338,7 +368,10 @@ def recipes(context: typer.Context, as_json: Json = False) -> None:
 
 
 @recipes_app.command("show")
-def recipes_show(name: Annotated[str, typer.Argument(help="A shipped recipe.")], as_json: Json = False) -> None:
+def recipes_show(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A recipe that `raygpt recipes` lists.")],
+    as_json: Json = False,
+) -> None:
     """Print a recipe's commented YAML."""
     from raygpt.recipes import load_recipe, recipe_text
 
@@ -363,10 +396,13 @@ def doctor(as_json: Json = False) -> None:
 
 @app.command()
 def bench(
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
-    engine: Annotated[str, typer.Option(help="jax or torch.")] = "jax",
-    batch: Annotated[int | None, typer.Option(min=1, help="Rows.")] = None,
-    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a row.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Keys of a recipe to measure with, e.g. training.remat=blocks."),
+    ] = None,
+    engine: Annotated[str, typer.Option(help="What computes it: jax or torch.")] = "jax",
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows of a batch (default: 64, on a CPU 12).")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a row (default: 1024, on a CPU 64).")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure, after 15 to warm up.")] = 50,
     as_json: Json = False,
 ) -> None:

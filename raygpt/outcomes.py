@@ -121,7 +121,7 @@ def show_run(facts: Mapping[str, Any]) -> None:
     if facts["sample"]:
         out.print(f"\n[bold]a sample of step {facts['sample']['step']}[/]")
         out.print(escape(printable(facts["sample"]["text"])), soft_wrap=True)
-    out.print("\n[bold]recipe[/] [dim]where it is not as by default; recipe.yaml has all of it[/]")
+    out.print("\n[bold]recipe[/][dim], where it differs from the defaults; recipe.yaml has all of it[/]")
     chosen, defaults = flat(facts["recipe"]), flat(Recipe().to_dict())
     keys = [key for key, value in chosen.items() if value != defaults.get(key)]
     out.print(table_of([(key, _value(chosen[key])) for key in keys]))

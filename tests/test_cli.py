@@ -8,6 +8,9 @@ import sys
 
 import numpy as np
 import pytest
+import typer
+
+from raygpt import cli
 
 
 @pytest.fixture
@@ -42,6 +45,17 @@ def test_help_imports_neither_ray_nor_jax_nor_torch_nor_numpy():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert all(verb in done.stdout for verb in ("train", "prepare", "data", "recipes", "doctor"))
+
+
+def test_every_verb_and_every_option_has_a_line_of_help():
+    def silent(command, words):
+        found = [words] if not command.help else []
+        found += [f"{words} {parameter.name}" for parameter in command.params if not parameter.help]
+        for name, inner in getattr(command, "commands", {}).items():
+            found += silent(inner, f"{words} {name}")
+        return found
+
+    assert silent(typer.main.get_command(cli.app), "raygpt") == []
 
 
 def test_python_m_raygpt_is_raygpt():

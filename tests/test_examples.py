@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import raygpt
+from raygpt.engines import read_weights
+from raygpt.recipes import load_recipe
 
 CHECKOUT = Path(os.environ.get("RAYGPT_CHECKOUT") or Path(__file__).parents[1])
 
@@ -49,3 +51,8 @@ def test_tutorial_a_is_less_than_60_lines_on_raygpts_parts(example, tmp_path):
     out = example("tutorial_a.py", text, "tiny")
     losses = [float(loss) for loss in re.findall(r"val_loss (\S+)", out)]
     assert losses[-1] < losses[0] - 1
+    recipe = load_recipe("tiny", {"data.tokenizer": "bytes"})
+    (saved,) = tmp_path.glob("runs/function-*/step-40")  # the shares of both workers, as one
+    weights = read_weights("jax", str(saved), recipe.model, 257)
+    assert weights.step == 40
+    assert weights.parameters["transformer.wte.weight"].shape == (257, recipe.model.width)
