@@ -33,7 +33,7 @@ from raygpt.training import resume, tracking
 from raygpt.training.backend import Processes
 from raygpt.training.mailbox import open_mailbox
 from raygpt.training.plan import Plan, in_steps, make_plan
-from raygpt.training.recovery import Trainer, told
+from raygpt.training.recovery import Trainer, root_cause
 from raygpt.training.scaling import Workers, choose_workers, ensure_room, ensure_shared
 from raygpt.training.session import Event
 from raygpt.training.stopping import forget_wish, stoppable
@@ -296,7 +296,7 @@ def _fit(trainer: Trainer, poll: Callable[[], None]) -> BaseException | None:
     except BaseException:
         trainer.end()
         raise
-    return told(failure[0]) if failure else None
+    return root_cause(failure[0]) if failure else None
 
 
 class RowsByRank(DataConfig):

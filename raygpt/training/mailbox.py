@@ -18,12 +18,12 @@ class Mailbox:
         self._events: list[Event] = []
         self._step, self._since = 0, time.monotonic()
         self._wishes: set[Wish] = set()
-        self._told: dict[int, dict[int, Any]] = {}  # step -> rank -> what it says of its part of the checkpoint
+        self._parts: dict[int, dict[int, Any]] = {}  # step -> rank -> what it says of its part of the checkpoint
         self._saved = 0
 
     def begin(self) -> None:
         """A group of workers starts: what an earlier one has left half done does not count."""
-        self._told.clear()
+        self._parts.clear()
         self._since = time.monotonic()
 
     def put(self, event: Event) -> None:
@@ -56,20 +56,20 @@ class Mailbox:
 
     def expect(self, step: int) -> None:
         """A checkpoint is about to be written: what was told of an earlier try does not count."""
-        self._told[step] = {}
+        self._parts[step] = {}
 
-    def tell(self, step: int, rank: int, part: Any) -> None:
+    def add_part(self, step: int, rank: int, part: Any) -> None:
         """A worker has written its part of a step's checkpoint, or could not."""
-        self._told.setdefault(step, {})[rank] = part
+        self._parts.setdefault(step, {})[rank] = part
 
-    def told(self, step: int) -> dict[int, Any]:
+    def parts_of(self, step: int) -> dict[int, Any]:
         """What the workers told of a step, by rank."""
-        return self._told.get(step, {})
+        return self._parts.get(step, {})
 
     def saved(self, step: int) -> None:
         """A checkpoint is whole."""
         self._saved = step
-        self._told.pop(step, None)
+        self._parts.pop(step, None)
 
     def last_saved(self) -> int:
         """The step of the newest checkpoint."""

@@ -73,7 +73,7 @@ class Recovery(DefaultFailurePolicy):
         self._nodes = _nodes()
 
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
-        cause = told(training_failed_error)
+        cause = root_cause(training_failed_error)
         if isinstance(cause, RaygptError) and not isinstance(cause, StorageError):
             return FailureDecision.RAISE  # the user has to mend it
         decision = super().make_decision(training_failed_error)
@@ -169,7 +169,7 @@ def _nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
 
 
-def told(error: BaseException) -> BaseException:
+def root_cause(error: BaseException) -> BaseException:
     """What a worker itself raised, out of what Ray wraps around it; a RaygptError before what followed from it."""
     failures = getattr(error, "worker_failures", {}).values()
     causes: list[BaseException] = [getattr(failure, "cause", None) or failure for failure in failures]

@@ -59,7 +59,7 @@ class Saving:
             error = raised
 
         def work() -> None:
-            self._tell(step, part, error)
+            self._publish(step, part, error)
             if self._session.rank == 0:
                 self._conclude(step, metrics)
 
@@ -113,7 +113,7 @@ class Saving:
             return False
         return True
 
-    def _tell(self, step: int, part: Any, error: BaseException | None) -> None:
+    def _publish(self, step: int, part: Any, error: BaseException | None) -> None:
         """Finish this process's part, and say so, or say what went wrong."""
         try:
             if error:
@@ -121,30 +121,30 @@ class Saving:
             self._engine.wait_for_save()
             self._task.faults.strike(step, self._session.rank, "save")
             files = checkpoints.publish(part, checkpoints.folder_of(self._task.run_folder, step))
-            self._session.tell(step, {"files": files})
+            self._session.add_part(step, {"files": files})
         except Exception as raised:
-            self._session.tell(step, {"error": _first_line(raised)})
+            self._session.add_part(step, {"error": _first_line(raised)})
 
     def _conclude(self, step: int, metrics: Any) -> None:
         """Rank 0: commit when all parts are there, unless the state is no good."""
         try:
-            told = self._wait_for_all(step)
-            errors = [part["error"] for part in told.values() if "error" in part]
+            parts = self._wait_for_all(step)
+            errors = [part["error"] for part in parts.values() if "error" in part]
             if errors:
                 raise StorageError(errors[0])
             self._check(step, self._engine.read(metrics))
-            self._commit(step, {name: facts for part in told.values() for name, facts in part["files"].items()})
+            self._commit(step, {name: facts for part in parts.values() for name, facts in part["files"].items()})
         except StorageError as error:
             self._fail(step, str(error))
         except Exception as error:
             self._error = error
 
     def _wait_for_all(self, step: int) -> dict[int, dict[str, Any]]:
-        while len(told := self._session.told(step)) < self._session.workers:
+        while len(parts := self._session.parts_of(step)) < self._session.workers:
             if time.monotonic() - self._begun > LONGEST_S:
                 raise StorageError(f"not all workers have written their part after {LONGEST_S / 60:.0f} minutes")
             time.sleep(ASKED_S)
-        return told
+        return parts
 
     def _commit(self, step: int, files: dict[str, Any]) -> None:
         folder = checkpoints.folder_of(self._task.run_folder, step)

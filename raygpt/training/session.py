@@ -74,11 +74,11 @@ class Session(Protocol):
         """All that was recorded is in the run's storage, if that can be."""
         ...
 
-    def tell(self, step: int, part: dict[str, Any]) -> None:
+    def add_part(self, step: int, part: dict[str, Any]) -> None:
         """This worker's part of a checkpoint is written, or it says why not."""
         ...
 
-    def told(self, step: int) -> dict[int, dict[str, Any]]:
+    def parts_of(self, step: int) -> dict[int, dict[str, Any]]:
         """What the workers have told of a checkpoint so far, by rank."""
         ...
 
@@ -99,7 +99,7 @@ class LocalSession:
     wanted: list[Orders] = field(default_factory=list)  # to be given, one after another
     rank: int = 0
     workers: int = 1
-    _told: dict[int, dict[int, Any]] = field(default_factory=dict)
+    _parts: dict[int, dict[int, Any]] = field(default_factory=dict)
 
     def emit(self, event: Event) -> None:
         self.events.append(event)
@@ -114,7 +114,7 @@ class LocalSession:
         self.events = [event for event in self.events if event.get("step", 0) <= step]
 
     def expect(self, step: int) -> None:
-        self._told.pop(step, None)
+        self._parts.pop(step, None)
 
     def flush(self) -> None:
         pass
@@ -131,11 +131,11 @@ class LocalSession:
     def decide(self, what: Callable[[], int]) -> int:
         return what()
 
-    def tell(self, step: int, part: dict[str, Any]) -> None:
-        self._told[step] = {0: part}
+    def add_part(self, step: int, part: dict[str, Any]) -> None:
+        self._parts[step] = {0: part}
 
-    def told(self, step: int) -> dict[int, dict[str, Any]]:
-        return self._told.get(step, {})
+    def parts_of(self, step: int) -> dict[int, dict[str, Any]]:
+        return self._parts.get(step, {})
 
     def saved(self, step: int, folder: str) -> None:
         pass
@@ -246,14 +246,14 @@ class RaySession:
         if self.rank == 0:
             self._metrics.flush()
 
-    def tell(self, step: int, part: dict[str, Any]) -> None:
-        self._mailbox.tell.remote(step, self.rank, part)
+    def add_part(self, step: int, part: dict[str, Any]) -> None:
+        self._mailbox.add_part.remote(step, self.rank, part)
 
-    def told(self, step: int) -> dict[int, dict[str, Any]]:
+    def parts_of(self, step: int) -> dict[int, dict[str, Any]]:
         import ray
 
-        told: dict[int, dict[str, Any]] = ray.get(self._mailbox.told.remote(step))
-        return told
+        parts: dict[int, dict[str, Any]] = ray.get(self._mailbox.parts_of.remote(step))
+        return parts
 
     def saved(self, step: int, folder: str) -> None:
         self._whole = folder

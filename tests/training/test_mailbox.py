@@ -14,6 +14,6 @@ def test_a_wish_to_stop_outlives_the_workers_that_took_it():
 
 def test_what_was_told_of_an_earlier_try_does_not_count():
     mailbox = Mailbox()
-    mailbox.tell(5, 1, {"files": {}})
+    mailbox.add_part(5, 1, {"files": {}})
     mailbox.expect(5)
-    assert mailbox.told(5) == {}
+    assert mailbox.parts_of(5) == {}
