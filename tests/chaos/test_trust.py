@@ -1,14 +1,19 @@
-"""What raygpt reads cannot run code: pickles in a checkpoint's place are never loaded."""
+"""What raygpt reads cannot run code: no pickle in a checkpoint's place, no tag in a recipe. Clusters want a token."""
 
 import gc
+import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import raygpt
 from raygpt.engines import read_weights
+from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 
 RECIPE = {"model": {"layers": 1, "heads": 2, "width": 16, "context": 16}, "training.batch_tokens": 32}
@@ -86,3 +91,32 @@ def files(folder):
 def kind_of(name):
     """Arrays are alike: one of each kind will do."""
     return name.name if name.parts[:-1] else str(name)
+
+
+CLUSTER = """
+import ray
+from ray._raylet import AuthenticationMode, get_authentication_mode
+from raygpt.cluster import connected
+
+with connected(1):
+    node = ray._private.worker.global_worker.node
+    print(get_authentication_mode() == AuthenticationMode.TOKEN, bool(node.webui_url))
+"""
+
+
+def test_a_cluster_of_our_own_wants_a_token_and_has_no_dashboard(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(Path(raygpt.__file__).parents[1])}
+    command = [sys.executable, "-c", CLUSTER]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["True", "False"]
+
+
+@pytest.mark.parametrize("tag", ["!!python/object/apply:os.system [touch TRACE]", "!!python/name:os.system"])
+def test_a_recipe_with_a_python_tag_is_refused_and_runs_nothing(tmp_path, tag):
+    trace = tmp_path / "trace"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"engine: jax\nrun:\n  name: {tag.replace('TRACE', str(trace))}\n")
+    with pytest.raises(RaygptError, match=r"recipe\.yaml"):
+        load_recipe(str(recipe))
+    assert not trace.exists()
