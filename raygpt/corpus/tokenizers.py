@@ -264,3 +264,29 @@ def make(name: str, texts: Iterator[str]) -> Tokenizer:
             characters.update(text)
         return Char("".join(characters))
     return Bpe.train(texts, int(name.removeprefix("bpe:")))
+
+
+def byte_lengths(tokenizer: Tokenizer) -> list[int]:
+    """Bytes of text that each id stands for; end-of-text stands for none."""
+    if isinstance(tokenizer, Bytes):
+        lengths = [1] * 256
+    elif isinstance(tokenizer, Char):
+        lengths = [len(c.encode()) for c in tokenizer.characters]
+    elif isinstance(tokenizer, Gpt2):
+        lengths = [len(piece) for piece in sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__)]
+    else:
+        lengths = _lengths_of_pieces(tokenizer)
+    lengths += [0] * (tokenizer.vocab - len(lengths))
+    lengths[tokenizer.end_of_text] = 0
+    return lengths
+
+
+def _lengths_of_pieces(tokenizer: Tokenizer) -> list[int]:
+    """A byte-level piece has a character for every byte; one of another make is decoded."""
+    described = tokenizer.describe()["tokenizer"]
+    if (described.get("decoder") or {}).get("type") != "ByteLevel":
+        return [len(tokenizer.decode([n]).encode()) for n in range(tokenizer.vocab)]
+    lengths = [0] * tokenizer.vocab
+    for piece, number in described["model"]["vocab"].items():
+        lengths[number] = len(piece)
+    return lengths

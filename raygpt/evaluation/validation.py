@@ -11,11 +11,11 @@ from raygpt.corpus.feed import val_windows
 from raygpt.corpus.mixture import open_mixture
 from raygpt.corpus.order import window_count
 from raygpt.corpus.store import STORES, TokenStore, TokenStream, open_store
+from raygpt.corpus.tokenizers import byte_lengths
 from raygpt.errors import RaygptError
 from raygpt.evaluation.continuations import TOKENS, Watch
 from raygpt.evaluation.tasks import Result, standard_error
 from raygpt.inference.loaded import Loaded
-from raygpt.interop.tokenizer_json import byte_lengths
 from raygpt.runs import OpenRun
 
 

@@ -5,10 +5,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
-from ray.train import DataConfig
 from ray.train.v2.api.config import FailureConfig, RunConfig
 from ray.train.v2.jax.config import JaxConfig
 
@@ -16,7 +15,7 @@ from raygpt import storage
 from raygpt.cluster import connected, cores
 from raygpt.config import Recipe
 from raygpt.corpus import tokenizers
-from raygpt.corpus.feed import Feed, rows_of_worker, windows_dataset
+from raygpt.corpus.feed import Feed
 from raygpt.corpus.mixture import Mixture, growing_text, open_growing, open_mixture
 from raygpt.corpus.prepare import Watch
 from raygpt.corpus.store import STORES
@@ -39,9 +38,6 @@ from raygpt.training.session import Event
 from raygpt.training.stopping import forget_wish, stoppable
 from raygpt.training.task import Task
 from raygpt.training.worker import work
-
-if TYPE_CHECKING:
-    from ray.data import DataIterator
 
 POLL_S = 0.2
 RAYS_OWN = "checkpoint_manager_snapshot.json"  # refuses to start where a checkpoint that it names was pruned since
@@ -74,6 +70,12 @@ class Prepared:
     @property
     def is_finished(self) -> bool:
         return self.after >= self.plan.steps and self.after in checkpoints.scores(self.plan.run_folder)
+
+    def task(self, profile: tuple[int, int] | None) -> Task:
+        """What its workers do."""
+        folder = self.plan.run_folder
+        val, struck = tuple(store.val for store in self.corpus.stores), faults.from_environment(folder)
+        return Task(self.recipe, self.feed, val, folder, self.start_from, self.questions, profile, struck)
 
 
 def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: bool = False) -> Prepared:
@@ -151,67 +153,73 @@ def train(
     `profile` is the first and the last step to trace.
     """
     folder = run.plan.run_folder
-    last = metrics.latest(metrics.read(folder))
+    seen = Seen(watch, metrics.latest(metrics.read(folder)))
     if run.is_finished:
         run.corpus.close()
-        return Result(folder, last, checkpoints.folder_of(folder, run.after))
-    stopped: list[int] = []
-
-    def show(event: Event) -> None:
-        with contextlib.suppress(OSError):  # the terminal may be closed, and the run is to be saved all the same
-            watch(event)
-
-    def see(event: Event) -> None:
-        last.update(event if "event" not in event and "restart" not in event else {})
-        if event.get("event") == "stopped":
-            stopped.append(event["step"])
-        show(event)
-
+        return Result(folder, seen.last, checkpoints.folder_of(folder, run.after))
     with on_cluster(run.recipe), contextlib.closing(run.corpus), held(folder) as still_ours:
         forget_wish(folder)
         storage.write_bytes(storage.join(folder, RECIPE), run.asked.to_yaml().encode())
         tokenizers.save(run.corpus.tokenizer, folder)
-        val = tuple(store.val for store in run.corpus.stores)
-        struck = faults.from_environment(folder)
-        task = Task(run.recipe, run.feed, val, folder, run.start_from, run.questions, profile, struck)
-        mailbox, workers = open_mailbox(), choose_workers(run.recipe.cluster, run.recipe.engine)
-        config = {"task": task, "mailbox": mailbox}
         if changed := resume.changed_rate(folder, run.after, run.recipe):
-            show({"event": "warning", "text": changed})
-        with stoppable(folder, mailbox, show) as poll, _outcome_kept(folder, stopped) as outcome:
+            seen.show({"event": "warning", "text": changed})
+        mailbox, workers = open_mailbox(), choose_workers(run.recipe.cluster, run.recipe.engine)
+        with stoppable(folder, mailbox, seen.show) as poll, _outcome_kept(folder, seen):
 
             def look() -> None:
                 still_ours()
                 poll()
 
-            error = fit(
+            seen.error = fit(
                 work,
-                config,
+                {"task": run.task(profile), "mailbox": mailbox},
                 workers,
                 folder,
                 mailbox,
-                see,
+                seen.add,
                 engine=run.recipe.engine,
                 max_faults=run.recipe.cluster.max_faults,
                 hang_after=run.recipe.training.hang_after,
                 poll=look,
             )
-            outcome.append(error)
     checkpoint = checkpoints.find_newest(folder)
-    return Result(folder, last, checkpoint.folder if checkpoint else None, error, stopped[0] if stopped else None)
+    return Result(folder, seen.last, checkpoint.folder if checkpoint else None, seen.error, seen.stopped)
+
+
+@dataclass
+class Seen:
+    """What a driver has seen of its run."""
+
+    watch: Callable[[Event], None]
+    last: Event  # the last value of each metric
+    stopped: int | None = None  # the step after which it was stopped
+    error: BaseException | None = None
+
+    def add(self, event: Event) -> None:
+        """Something that the workers say."""
+        if event.get("event") == "stopped":
+            self.stopped = event["step"]
+        elif "event" not in event and "restart" not in event:
+            self.last |= event
+        self.show(event)
+
+    def show(self, event: Event) -> None:
+        """The terminal may be closed, and the run is to be saved all the same."""
+        with contextlib.suppress(OSError):
+            self.watch(event)
 
 
 @contextlib.contextmanager
-def _outcome_kept(run_folder: str, stopped: list[int]) -> Iterator[list[BaseException | None]]:
-    """Writes down how the run ended: as the block says, or with what it raised."""
-    ended: list[BaseException | None] = []
+def _outcome_kept(run_folder: str, seen: Seen) -> Iterator[None]:
+    """Writes down how the run ended, also where the block raises."""
     try:
-        yield ended
+        yield
     except BaseException as error:
-        ended.append(error)
+        seen.error = error
         raise
     finally:
-        outcome = Outcome("stopped", f"after step {stopped[0]}") if stopped else Outcome.of(ended[0])
+        is_stopped = seen.stopped is not None
+        outcome = Outcome("stopped", f"after step {seen.stopped}") if is_stopped else Outcome.of(seen.error)
         with contextlib.suppress(OSError, RaygptError):
             write_result(run_folder, outcome)
 
@@ -297,34 +305,3 @@ def _fit(trainer: Trainer, poll: Callable[[], None]) -> BaseException | None:
         trainer.end()
         raise
     return root_cause(failure[0]) if failure else None
-
-
-class RowsByRank(DataConfig):
-    """Gives every rank a dataset of the rows that it needs, through `ray.train.get_dataset_shard`.
-
-    Ray's own split deals blocks to whichever worker is hungry: in no order, and never the same row to two workers,
-    as a tensor or context axis wants it.
-    """
-
-    def __init__(
-        self, feed: Feed, batches: range, rows_of: Callable[[int, int, int], Sequence[int]] = rows_of_worker
-    ) -> None:
-        super().__init__()
-        self._feed, self._batches, self._rows_of = feed, batches, rows_of
-
-    def configure(
-        self,
-        datasets: dict[str, Any],
-        world_size: int,
-        worker_handles: list[Any] | None,
-        worker_node_ids: list[str] | None,
-        **kwargs: Any,
-    ) -> list[dict[str, "DataIterator"]]:
-        return [
-            {name: self._iterator(rank, world_size, worker_node_ids) for name in datasets} for rank in range(world_size)
-        ]
-
-    def _iterator(self, rank: int, world_size: int, node_ids: list[str] | None) -> "DataIterator":
-        rows = self._rows_of(self._feed.batch_rows, rank, world_size)
-        dataset = windows_dataset(self._feed, self._batches, rows)
-        return dataset.streaming_split(1, locality_hints=[node_ids[rank]] if node_ids else None)[0]

@@ -7,8 +7,8 @@ import pytest
 import tokenizers as theirs
 
 from raygpt.corpus import tokenizers
-from raygpt.corpus.tokenizers import Bpe, Bytes, Char, Gpt2
-from raygpt.interop.tokenizer_json import byte_lengths, from_json, to_json
+from raygpt.corpus.tokenizers import Bpe, Bytes, Char, Gpt2, byte_lengths
+from raygpt.interop.tokenizer_json import from_json, to_json
 
 ODD = [
     "Hello world, it's 12345 o'clock!",
