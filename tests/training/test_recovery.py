@@ -197,6 +197,9 @@ def test_a_second_ctrl_c_waits_for_nobody_and_a_closed_terminal_saves(driver, re
     folder = f"{recipe['run.storage']}/twice"
     hung = driver("twice", **{VARIABLE: "hang@13"})  # it will never save
     wait_for_step(folder, 12, hung)
+    while checkpoints.find_newest(folder).step < 10:  # it is written while the step hangs
+        assert hung.poll() is None
+        time.sleep(0.05)
     hung.send_signal(signal.SIGINT)
     wait_for_line("once more to stop at once", hung)
     hung.send_signal(signal.SIGINT)
