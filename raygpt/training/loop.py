@@ -53,7 +53,7 @@ class Loop:
         self._save_every, self._eval_every = int(self._training.checkpoint_every), int(self._training.eval_every)
         self._about = engine.describe()
         self._log = Log(self._record)
-        self._saving = Saving(task, engine, session, self._check_state)
+        self._saving = Saving(task, engine, session, self._before_commit)
         self._spikes = 0.0  # that are known of
 
     def run(self) -> Any:
@@ -68,9 +68,7 @@ class Loop:
             self._tell_profile(profile.after(step, partial(self._engine.read, metrics)))
             self._session.beat(step)
             if step == first + 1:  # it is compiled here, which is no measure of speed
-                self._spikes = self._engine.read(metrics)[
-                    "spikes"
-                ]  # those that a restored state has counted are no news
+                self._spikes = self._engine.read(metrics)["spikes"]  # of a restored state: no news
                 log.restart(step)
                 ask_at = step + 1
             orders, is_logged = Orders(), step % self._training.log_every == 0 or step == self._steps
@@ -157,9 +155,9 @@ class Loop:
         model, vocab = self._task.recipe.model, self._task.tokenizer.vocab
         return self._engine.load(read_weights(writer, folder, model, vocab))
 
-    def _check_state(self, step: int, metrics: dict[str, float]) -> None:
-        """Whether a step's state is to be kept: one that `stop` is about to stop at is not. What was logged up to it is
-        written first, since nobody will log that again."""
+    def _before_commit(self, step: int, metrics: dict[str, float]) -> None:
+        """Refuse a state that is no good, one that `stop` is about to stop at among them; and see to it that what was
+        logged up to it is written first, since nobody will log that again."""
         self._check(step, metrics)
         if self._training.on_spike == "stop":
             self._check_spikes(step, metrics["spikes"])

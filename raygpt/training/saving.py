@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from raygpt.engines.base import Engine
-from raygpt.errors import RaygptError, StorageError
+from raygpt.errors import RaygptError, StorageError, first_line
 from raygpt.runs import checkpoints
 from raygpt.training.session import Session
 from raygpt.training.task import Task
@@ -123,7 +123,7 @@ class Saving:
             files = checkpoints.publish(part, checkpoints.folder_of(self._task.run_folder, step))
             self._session.add_part(step, {"files": files})
         except Exception as raised:
-            self._session.add_part(step, {"error": _first_line(raised)})
+            self._session.add_part(step, {"error": first_line(raised)})
 
     def _conclude(self, step: int, metrics: Any) -> None:
         """Rank 0: commit when all parts are there, unless the state is no good."""
@@ -186,7 +186,3 @@ def _left_by(rank: int, parts: Path) -> list[Path]:
     """
     ours = re.compile(rf"step-[0-9]+-{rank}(\..*)?")
     return [path for path in parts.glob("step-*") if ours.fullmatch(path.name)]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

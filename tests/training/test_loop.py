@@ -617,37 +617,37 @@ def test_orders_say_when_to_ask_again_at_the_latest(make_task):
     assert [event["step"] for event in session.events if event.get("event") == "checkpoint"] == [7, 8, 12]
 
 
-def test_steps_that_take_long_are_asked_after_though_few_are_logged(make_task, monkeypatch):
-    class Slow(FakeEngine):
-        now = 0.0
+@pytest.fixture
+def asked_after(make_task, monkeypatch):
+    """After which of so many steps the workers ask, few being logged; the first ones take these seconds, then each so
+    many."""
 
-        def step(self, state, batch):
-            self.now += 30 if state == 0 else 2  # the first is compiled
-            return super().step(state, batch)
+    def run(steps, first, then):
+        class Timed(FakeEngine):
+            now = 0.0
 
-    engine = Slow()
-    monkeypatch.setattr("raygpt.training.loop.time", SimpleNamespace(perf_counter=lambda: engine.now))
-    task = make_task(**{"training.log_every": 100, "training.steps": 12, "training.eval_every": 100})
-    session = Asked(engine)
-    Loop(task, engine, session).run()
-    assert session.after == [2, 3, 5, 7, 9, 11, 12]  # every 4 s: the next would make it more than 5
+            def step(self, state, batch):
+                self.now += first.get(state, then)
+                return super().step(state, batch)
+
+        engine = Timed()
+        monkeypatch.setattr("raygpt.training.loop.time", SimpleNamespace(perf_counter=lambda: engine.now))
+        task = make_task(**{"training.log_every": 100, "training.steps": steps, "training.eval_every": 100})
+        session = Asked(engine)
+        Loop(task, engine, session).run()
+        return session.after
+
+    return run
 
 
-def test_a_few_quick_steps_do_not_put_off_the_next_time(make_task, monkeypatch):
-    class Starved(FakeEngine):
-        now = 0.0
+def test_steps_that_take_long_are_asked_after_though_few_are_logged(asked_after):
+    after = asked_after(12, {0: 30}, then=2)  # the first is compiled
+    assert after == [2, 3, 5, 7, 9, 11, 12]  # every 4 s: the next would make it more than 5
 
-        def step(self, state, batch):
-            read_ahead = {0: 30, 1: 0.001, 2: 0.001}  # the first is compiled, and batches are read in the meantime
-            self.now += read_ahead.get(state, 1)
-            return super().step(state, batch)
 
-    engine = Starved()
-    monkeypatch.setattr("raygpt.training.loop.time", SimpleNamespace(perf_counter=lambda: engine.now))
-    task = make_task(**{"training.log_every": 100, "training.steps": 30, "training.eval_every": 100})
-    session = Asked(engine)
-    Loop(task, engine, session).run()
-    assert session.after == [2, 3, 5, 9, 14, 19, 24, 29, 30]  # every 5 s, once that is known
+def test_a_few_quick_steps_do_not_put_off_the_next_time(asked_after):
+    after = asked_after(30, {0: 30, 1: 0.001, 2: 0.001}, then=1)  # batches are read while the first is compiled
+    assert after == [2, 3, 5, 9, 14, 19, 24, 29, 30]  # every 5 s, once that is known
 
 
 # Storage that fails, as it does
