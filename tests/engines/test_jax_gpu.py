@@ -48,7 +48,7 @@ def losses(kernels, precision="bf16"):
 def test_over_two_hundred_steps_the_kernels_are_as_near_to_fp32_as_the_plain_path_is():
     exact, plain, fused = losses("plain", "fp32"), losses("plain"), losses("fused")
     assert exact[-1] < 0.6 * exact[0]  # it has learnt: there is something to get wrong
-    np.testing.assert_allclose(fused[:5], exact[:5], rtol=1e-4)
+    np.testing.assert_allclose(fused[:5], exact[:5], rtol=5e-4)
     rounding, ours = (np.abs(found - exact) / exact for found in (plain, fused))
     assert ours.mean() < 1.5 * rounding.mean() + 1e-4
     assert ours.max() < 2 * rounding.max() + 1e-3

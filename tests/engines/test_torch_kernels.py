@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import runpy
 import textwrap
 
 import pytest
@@ -9,9 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the extra torch")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
-triton = pytest.importorskip("triton", reason="needs Triton, which PyTorch for GPUs brings along")
-
-import triton.language as tl  # noqa: E402
+pytest.importorskip("triton", reason="needs Triton, which PyTorch for GPUs brings along")
 
 from raygpt.engines.torch import kernels  # noqa: E402
 
@@ -42,6 +41,8 @@ def test_loss_and_gradient_are_the_plain_ones(vocab, padded, dtype, losses_near,
     assert not gradient[3].any()  # a row of weight zero
 
 
-def test_pytorchs_compiler_can_define_the_kernel_from_its_text_alone():
+def test_pytorchs_compiler_can_define_the_kernel_from_its_text_alone(tmp_path):
     text = textwrap.dedent(inspect.getsource(kernels._kernel.fn))
-    exec(text, {"triton": triton, "tl": tl})  # it does the same, in a file of its own
+    file = tmp_path / "kernel.py"  # as that compiler does it
+    file.write_text(f"import triton\nimport triton.language as tl\n{text}")
+    assert callable(runpy.run_path(str(file))["_kernel"].fn)

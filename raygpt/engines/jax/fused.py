@@ -111,6 +111,7 @@ def hidden_state(
             update, own_bias = drop(update + own_bias.astype(dtype), site), jnp.zeros(width)
         return add_norm(stream, update, own_bias, norm["scale"], bias(norm), model.norm_epsilon)
 
+    @jax.jit  # traced once, and its kernels compiled once, for all layers
     @layers.recomputed
     def block(stream: Array, normed: Array, p: Any, following: Any, layer: Array | int) -> tuple[Array, Array]:
         """The stream after a block, and normed as what follows wants it."""
