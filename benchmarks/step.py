@@ -48,8 +48,8 @@ def main() -> None:
     if not figures:
         sys.exit(1)
     Console(width=140).print(_table(figures, arguments))
-    name = f"step-{arguments.preset or 'small'}-{arguments.batch}x{arguments.context}"
-    path = record.save(name, figures)
+    usual = f"step-{arguments.preset or 'small'}-{arguments.batch}x{arguments.context}"
+    path = record.save(arguments.name or usual, figures)
     print(f"written to {path.relative_to(ROOT)}")
     if arguments.record:
         remember(json.loads(path.read_text()))
@@ -67,6 +67,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=1, help="how often each has its turn: on a noisy machine, several")
     parser.add_argument("--plain", action="store_true", help="JAX also without its kernels")
     parser.add_argument("--nanogpt", help="path of nanoGPT's model.py, to be measured beside")
+    parser.add_argument("--name", help="of the results file; step-PRESET-ROWSxCONTEXT if not given")
     parser.add_argument("--record", action="store_true", help="put the figures into the table of raygpt bench")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # what one process measures
     arguments = parser.parse_intermixed_args()

@@ -3,12 +3,13 @@
     python benchmarks/train.py gpt2-124m data.source=TEXT training.batch_tokens=65536 training.steps=1000
 
 Tokens per second are taken over the wall time between the first and the last logged step, checkpoints included, and
-validation left out; `round_ms` says how long a step took between any two of them. With `--name` the figures, the
-validation losses and the last sample go into results/NAME.json.
+validation left out; `round_ms` says how long a step took between any two of them, `first_logged` when the first was
+reached. With `--name` the figures, the validation losses and the last sample go into results/NAME.json.
 """
 
 import argparse
 import tempfile
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--name", help="of the results file; none is written without it")
     arguments = parser.parse_intermixed_args()
     events: list[dict[str, Any]] = []
+    began = time.time()
     with tempfile.TemporaryDirectory() as folder:
         recipe = load_recipe(arguments.recipe, [f"run.storage={folder}", *arguments.overrides])
         with launch.on_cluster(recipe):
@@ -33,12 +35,12 @@ def main() -> None:
             result = launch.train(run, events.append)
         if result.error:
             raise result.error
-        figures = measured(events, run)
+        figures = measured(events, run, began)
     record.show(figures, arguments.name)
 
 
-def measured(events: list[dict[str, Any]], run: launch.Prepared) -> dict[str, Any]:
-    """The figures of a run, from what it said."""
+def measured(events: list[dict[str, Any]], run: launch.Prepared, began: float) -> dict[str, Any]:
+    """The figures of a run that began then, from what it said."""
     about = next(event for event in events if event.get("event") == "start")
     logged = [event for event in events if "loss" in event or "val_loss" in event]
     trained = [pair for pair in pairwise(logged) if all("loss" in event for event in pair)]
@@ -51,6 +53,7 @@ def measured(events: list[dict[str, Any]], run: launch.Prepared) -> dict[str, An
         "batch": f"{run.plan.rows} × {run.plan.context}",
         "steps": run.plan.steps,
         "checkpoints": sum(event.get("event") == "checkpoint" for event in events),
+        "first_logged": {"step": trained[0][0]["step"], "after_s": round(trained[0][0]["time"] - began, 1)},
         "seconds": seconds,
         "round_ms": [round(1e3 * _seconds_per_step(*pair), 2) for pair in trained],
         "tokens_per_s": speed,

@@ -30,6 +30,15 @@ NANOGPTS_CPU_MODEL = ("model.layers=4", "model.heads=4", "model.width=128")  # o
 SAME = ("device", "engine", "kernels", "layers", "width", "context", "vocab", "precision")
 
 
+SET_HERE = {
+    "engine": "write --engine",
+    "model.preset": "write --preset",
+    "model.context": "write --context",
+    "training.batch_tokens": "write --batch",
+    "model.dropout": "it is 0",
+}
+
+
 @dataclass(frozen=True)
 class Work:
     """What a step computes: a preset or sizes of one's own, rows × context tokens."""
@@ -43,9 +52,14 @@ class Work:
     vocab: int = GPT2_VOCAB
     overrides: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        for key in (override.partition("=")[0] for override in self.overrides):
+            if key in SET_HERE:
+                raise RaygptError(f"{key}: is set by the benchmark; {SET_HERE[key]}")
+
     @property
     def recipe(self) -> Recipe:
-        """Without dropout, and of the sizes that were asked for, whatever else is overridden."""
+        """Without dropout, and of the sizes that were asked for."""
         settings = [
             f"engine={self.engine}",
             *([f"model.preset={self.preset}"] if self.preset else []),
@@ -70,10 +84,12 @@ class Steps(NamedTuple):
     about: dict[str, str]
 
 
-def usual_work(engine: str, overrides: Sequence[str] = ()) -> Work:
+def usual_work(engine: str, preset: str | None = None, overrides: Sequence[str] = ()) -> Work:
     """GPT-2 124M where there is a GPU or TPU, a small model on a CPU: a step of GPT-2 takes a minute there."""
     if _devices(engine).is_accelerated():
-        return Work(engine, overrides=tuple(overrides))
+        return Work(engine, preset or "gpt2", overrides=tuple(overrides))
+    if preset:
+        return Work(engine, preset, 12, 64, overrides=tuple(overrides))
     return Work(engine, None, 12, 64, vocab=CHARACTERS, overrides=(*NANOGPTS_CPU_MODEL, *overrides))
 
 

@@ -48,7 +48,7 @@ def train(
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="What to change in it, e.g. training.steps=500; `raygpt recipes show tiny` explains every key.",
+            help="What to change in it, e.g. training.steps=500; `raygpt recipes keys` lists them all.",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Go on with a run although the recipe has changed.")] = False,
@@ -69,8 +69,9 @@ def train(
         with console.preparing() as progress:
             run = launch.prepare_run(loaded, progress, force)
         if as_json:
-            result = launch.train(run, profile=traced)
-            _print_json({"path": result.path, "metrics": result.metrics, "plan": run.plan.as_dict()})
+            result = launch.train(run, console.tell_trouble, traced)
+            told = {"path": result.path, "metrics": result.metrics, "stopped": result.stopped}
+            _print_json({**told, "plan": run.plan.as_dict()})
         elif run.is_finished:
             result = launch.train(run)
             console.show_finished(run)
@@ -381,6 +382,20 @@ def recipes_show(
         print(recipe_text(name), end="")
 
 
+@recipes_app.command("keys")
+def recipes_keys(as_json: Json = False) -> None:
+    """Every key of a recipe: what it is for, and its default."""
+    from dataclasses import asdict
+
+    from raygpt import console
+    from raygpt.recipes.explain import keys
+
+    if as_json:
+        _print_json([asdict(key) for key in keys()])
+    else:
+        console.show_keys(keys())
+
+
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what this machine has, and what to do about what is missing."""
@@ -401,9 +416,12 @@ def bench(
         typer.Argument(metavar="KEY=VALUE", help="Keys of a recipe to measure with, e.g. training.remat=blocks."),
     ] = None,
     engine: Annotated[str, typer.Option(help="What computes it: jax or torch.")] = "jax",
+    preset: Annotated[
+        str | None, typer.Option(help="gpt2, gpt2-medium, gpt2-large or gpt2-xl (default: gpt2, smaller on a CPU).")
+    ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Rows of a batch (default: 64, on a CPU 12).")] = None,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of a row (default: 1024, on a CPU 64).")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to measure, after 15 to warm up.")] = 50,
+    steps: Annotated[int, typer.Option(min=10, help="Steps to measure, by tens, after 15 to warm up.")] = 50,
     as_json: Json = False,
 ) -> None:
     """Measure the training step on this hardware, and compare with what was recorded: GPT-2 124M, smaller on a CPU."""
@@ -414,7 +432,7 @@ def bench(
 
     if engine not in ("jax", "torch"):
         raise RaygptError(f"--engine: {engine} is neither jax nor torch; write --engine jax")
-    usual = benchmark.usual_work(engine, overrides or [])
+    usual = benchmark.usual_work(engine, preset, overrides or [])
     work = replace(usual, batch=batch or usual.batch, context=context or usual.context, steps=steps)
     figures = benchmark.measure(work)
     said = benchmark.verdict(figures, benchmark.recorded())

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from raygpt.corpus import prepare
     from raygpt.corpus.store import TokenStore
     from raygpt.doctor import Finding
+    from raygpt.recipes.explain import Key
     from raygpt.training.launch import Prepared, Result
     from raygpt.training.session import Event
 
@@ -82,9 +83,9 @@ def show_prepared(store: "TokenStore") -> None:
         soft_wrap=True,
     )
     _notes(index.notes)
-    folder = escape(_near(store.folder))
+    folder = escape(near(store.folder))
     out.print(f"token store  {folder}", soft_wrap=True)
-    out.print(f"train on it  {_program()} train tiny data.source={folder} data.tokenizer={folder}", soft_wrap=True)
+    out.print(f"train on it  {program()} train tiny data.source={folder} data.tokenizer={folder}", soft_wrap=True)
 
 
 def _notes(notes: Sequence[str]) -> None:
@@ -94,7 +95,7 @@ def _notes(notes: Sequence[str]) -> None:
 
 def show_plan(run: "Prepared") -> None:
     """Every number of a run, and the beginning of its first batch."""
-    out.print(_table([(label, _near(value)) for label, value in run.plan.lines()]))
+    out.print(table_of([(label, near(value)) for label, value in run.plan.lines()]))
     for store in run.corpus.stores:
         _notes(store.index.notes)
     (row,) = run.feed.rows(0, [0])
@@ -111,6 +112,12 @@ def training(steps: int) -> Iterator["Training"]:
         return
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=out, transient=True) as live:
         yield Training(steps, live)
+
+
+def tell_trouble(event: "Event") -> None:
+    """Where standard output is for a program: warnings and the like, on standard error."""
+    if event.get("event") in ("warning", "fault", "waiting", "stopping"):
+        print(f"{event['event']}: {event['text']}", file=sys.stderr)
 
 
 class Training:
@@ -136,12 +143,12 @@ class Training:
             out.print(escape(event["text"]), soft_wrap=True)
             self._show("waiting")
         elif event.get("event") == "resume":
-            where = f" of {escape(_near(event['folder']))}" if event["fork"] else ""
+            where = f" of {escape(near(event['folder']))}" if event["fork"] else ""
             out.print(f"continuing after step {event['step']}{where}", soft_wrap=True)
         elif event.get("event") in ("warning", "fault"):
             out.print(f"[yellow]{event['event']}:[/] {escape(event['text'])}", soft_wrap=True)
         elif event.get("event") == "profile":
-            out.print(f"profile in {escape(_near(event['file']))}, for ui.perfetto.dev", soft_wrap=True)
+            out.print(f"profile in {escape(near(event['file']))}, for ui.perfetto.dev", soft_wrap=True)
         elif event.get("event") == "stopping":
             out.print(escape(event["text"]), soft_wrap=True)
         elif scores := [name for name in event if name == "val_loss" or name.partition("_")[0] in TASKS]:
@@ -157,7 +164,7 @@ class Training:
     def _once(self, label: str, value: str) -> None:
         """Again only when it is another: workers that start anew mostly compute as before."""
         if self._said.get(label) != value:
-            out.print(_table([(label, value)]))
+            out.print(table_of([(label, value)]))
             self._said[label] = value
 
     def _line(self, event: "Event") -> str:
@@ -184,7 +191,7 @@ def _score(name: str, value: float) -> str:
 def show_finished(run: "Prepared") -> None:
     """Nothing was left to do."""
     out.print(
-        f"{escape(_near(run.plan.run_folder))} is trained to step {run.after} already. Set training.steps (or epochs) "
+        f"{escape(near(run.plan.run_folder))} is trained to step {run.after} already. Set training.steps (or epochs) "
         "higher to go on, or run.name to begin another run.",
         soft_wrap=True,
     )
@@ -192,7 +199,7 @@ def show_finished(run: "Prepared") -> None:
 
 def show_stopped(result: "Result") -> None:
     """It was asked to stop, and did."""
-    folder = escape(_near(result.path))
+    folder = escape(near(result.path))
     text = f"stopped after step {result.stopped}, which is saved in {folder}; the same command goes on from there"
     out.print(text, soft_wrap=True)
 
@@ -200,7 +207,7 @@ def show_stopped(result: "Result") -> None:
 def show_result(result: "Result", events: Sequence["Event"]) -> None:
     """What came of a run: the validation loss before and after, its last samples, and what to do next."""
     losses = [event["val_loss"] for event in events if "val_loss" in event]
-    folder = _near(result.path)
+    folder = near(result.path)
     _show_samples([event for event in events if event.get("event") == "sample"])
     if len(losses) > 1:
         out.print(f"\nvalidation loss {losses[0]:.4f} at the start, {losses[-1]:.4f} at the end ({_fall(losses)})")
@@ -210,7 +217,7 @@ def show_result(result: "Result", events: Sequence["Event"]) -> None:
         f"eval {folder}",
         "train tiny data.source=README.md data.tokenizer=bytes training.steps=20 run.name=readme",
     ):
-        out.print(f"  {_program()} {escape(words)}", soft_wrap=True)
+        out.print(f"  {program()} {escape(words)}", soft_wrap=True)
 
 
 def _show_samples(samples: Sequence["Event"]) -> None:
@@ -220,8 +227,8 @@ def _show_samples(samples: Sequence["Event"]) -> None:
         prompt = sample.get("prompt", "")
         about = f" from {_clip(prompt, 40)!r}" if len(last) > 1 else ""
         out.print(f"\n[bold]a sample of what it writes now{escape(about)}[/]")
-        text = _printable(sample["text"].removeprefix(prompt))
-        out.print(f"[cyan]{escape(_printable(prompt))}[/]{escape(text)}", soft_wrap=True)
+        text = printable(sample["text"].removeprefix(prompt))
+        out.print(f"[cyan]{escape(printable(prompt))}[/]{escape(text)}", soft_wrap=True)
 
 
 def _fall(losses: Sequence[float]) -> str:
@@ -231,7 +238,7 @@ def _fall(losses: Sequence[float]) -> str:
 def show_data(shown: dict[str, Any]) -> None:
     """A source or a store: its facts, then its rows."""
     facts = [(name, _fact(value)) for name, value in shown.items() if name != "rows" and value not in ({}, [], "")]
-    out.print(_table(facts))
+    out.print(table_of(facts))
     for number, row in enumerate(shown["rows"]):
         text = row if isinstance(row, str) else row["text"]
         ids = "" if isinstance(row, str) else f" [dim]{' '.join(map(str, row['tokens'][:8]))} …[/]"
@@ -249,8 +256,13 @@ def _fact(value: Any) -> str:
 
 def show_recipes(recipes: dict[str, str]) -> None:
     """Name and description of each."""
-    out.print(_table(list(recipes.items())))
+    out.print(table_of(list(recipes.items())))
     out.print("\nraygpt recipes show NAME prints one; raygpt train NAME runs it.")
+
+
+def show_keys(keys: Sequence["Key"]) -> None:
+    """What each is for, of which kind it is, and its default."""
+    out.print(table_of([(key.name, f"{key.description} ({key.type}; default {key.default})") for key in keys]))
 
 
 def show_findings(findings: Sequence["Finding"]) -> None:
@@ -280,19 +292,19 @@ def show_speed(figures: dict[str, Any], verdict: str) -> None:
     out.print(f"\n{escape(verdict)}")
 
 
-def _program() -> str:
+def program() -> str:
     """What to type for raygpt: its name where the shell finds it, else its path."""
     if shutil.which("raygpt"):
         return "raygpt"
-    return "python -m raygpt" if sys.argv[0].endswith("__main__.py") else _near(sys.argv[0])
+    return "python -m raygpt" if sys.argv[0].endswith("__main__.py") else near(sys.argv[0])
 
 
-def _near(path: str) -> str:
+def near(path: str) -> str:
     """A path as seen from here."""
     return path.removeprefix(f"{Path.cwd()}/")
 
 
-def _table(rows: Sequence[tuple[str, str]]) -> Table:
+def table_of(rows: Sequence[tuple[str, str]]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -301,11 +313,11 @@ def _table(rows: Sequence[tuple[str, str]]) -> Table:
     return table
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Without control characters, which a model may write and a terminal would obey."""
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 
 def _clip(text: str, length: int) -> str:
-    text = _printable(text)
+    text = printable(text)
     return text if len(text) <= length else text[:length].rstrip() + " …"

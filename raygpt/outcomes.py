@@ -11,11 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from raygpt.config import Recipe
-from raygpt.console import _near as near
-from raygpt.console import _printable as printable
-from raygpt.console import _program as program
-from raygpt.console import _table as table_of
-from raygpt.console import err, out
+from raygpt.console import err, near, out, printable, program, table_of
 from raygpt.evaluation.tasks import Result
 from raygpt.inference.loaded import Loaded, Weighed
 from raygpt.recipes.explain import flat

@@ -9,8 +9,7 @@ from typing import Any
 from rich.markup import escape
 
 from raygpt import console
-from raygpt.console import _printable as printable
-from raygpt.console import err, out
+from raygpt.console import err, out, printable
 from raygpt.errors import RaygptError
 from raygpt.inference.generate import Manner, Sample, generate
 from raygpt.inference.loaded import Loaded

@@ -34,9 +34,9 @@ CHECKOUT = Path(os.environ.get("RAYGPT_CHECKOUT") or Path(__file__).parents[1])
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Real text and evaluation sets, which lie beside the checkout and are no part of it."""
-    folder = CHECKOUT.resolve().parent / "shared" / "data"
+    folder = Path(os.environ.get("RAYGPT_TEST_DATA") or CHECKOUT.resolve().parent / "shared" / "data")
     if not folder.is_dir():
-        pytest.skip("needs ../shared/data")
+        pytest.skip("needs RAYGPT_TEST_DATA, a folder with enwiki2014/ and tiktoken_cache/")
     return folder
 
 

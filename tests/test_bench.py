@@ -94,6 +94,19 @@ def test_the_verb_measures_a_small_model_on_a_cpu(capsys, monkeypatch):
     assert found["verdict"].startswith("nothing comparable is recorded for cpu")
 
 
+@pytest.mark.parametrize(
+    ("key", "instead"), [("engine", "--engine"), ("model.context", "--context"), ("model.preset", "--preset")]
+)
+def test_a_key_that_is_an_option_here_is_not_overruled_without_a_word(key, instead):
+    with pytest.raises(RaygptError, match=f"^{key}: is set by the benchmark; write {instead}$"):
+        Work(overrides=(f"{key}=gpt2",))
+
+
+def test_a_preset_is_measured_on_a_cpu_if_asked_for():
+    assert bench.usual_work("jax").recipe.model.layers == 4
+    assert bench.usual_work("jax", "gpt2-medium").recipe.model.layers == 24
+
+
 def test_an_engine_that_is_not_here_is_named_with_the_extra_that_brings_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RaygptError, match=r"pip install 'raygpt\[torch\]'$"):

@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from raygpt import cli
+from raygpt.console import tell_trouble
 
 
 @pytest.fixture
@@ -88,6 +89,20 @@ def test_a_recipe_is_shown_with_its_comments_or_resolved_as_json(raygpt):
     assert json.loads(out)["model"]["layers"] == 4
 
 
+def test_every_key_is_listed_with_what_it_is_for(raygpt):
+    status, out, _ = raygpt("recipes", "keys")
+    assert status == 0
+    assert "training.remat" in out
+    _, out, _ = raygpt("recipes", "keys", "--json")
+    listed = {key["name"]: key for key in json.loads(out)}
+    assert listed["model.layers"] == {
+        "name": "model.layers",
+        "type": "int",
+        "default": "4",
+        "description": "Transformer blocks.",
+    }
+
+
 def test_doctor_names_what_is_there_and_what_to_do_about_the_rest(raygpt):
     status, out, _ = raygpt("doctor", "--json")
     findings = {finding["name"]: finding for finding in json.loads(out)}
@@ -156,8 +171,15 @@ def test_train_as_json_gives_metrics_and_plan_and_saves_the_recipe(ray_cluster, 
     assert result["path"] == str(tmp_path / "runs" / "json")
     assert result["metrics"]["step"] == 4
     assert result["plan"]["batch_tokens"] == 80
+    assert result["stopped"] is None
     assert "steps: 4" in (tmp_path / "runs" / "json" / "recipe.yaml").read_text()
     assert (tmp_path / "runs" / "json" / "tokenizer.json").exists()
+
+
+def test_where_output_is_for_a_program_trouble_is_told_beside_it(capsys):
+    for event in ({"event": "warning", "text": "a save failed"}, {"step": 1, "loss": 2.0}):
+        tell_trouble(event)
+    assert capsys.readouterr() == ("", "warning: a save failed\n")
 
 
 # Bad input: one line, status 1, nothing that looks whole
@@ -205,8 +227,9 @@ def test_a_bad_option_of_prepare_is_explained_like_a_recipes_key(raygpt, text):
 
 def test_a_corpus_shorter_than_a_window_says_so(ray_cluster, raygpt, tmp_path):
     (tmp_path / "short.txt").write_text("too short\n")
-    message = fails(raygpt("train", "tiny", "data.source=short.txt", "data.tokenizer=bytes"))
-    assert "fewer than a window of 129; set model.context lower, or use more text" in message
+    for length in ("training.steps=300", "training.epochs=2"):
+        message = fails(raygpt("train", "tiny", "data.source=short.txt", "data.tokenizer=bytes", length))
+        assert "fewer than a window of 129; set model.context lower, or use more text" in message
 
 
 def test_a_bin_file_shorter_than_a_window_says_so(raygpt, tmp_path):

@@ -225,7 +225,7 @@ def test_a_file_nested_too_deep_is_refused(file: Any) -> None:
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
-    missing = tmp_path / "no.yaml"
+    missing = tmp_path / ("deep" * 30) / "no.yaml"  # a path is told whole
     assert refusal(missing) == f"recipe '{missing}': there is no such file; check the path"
     assert refusal(tmp_path) == f"recipe '{tmp_path}': is a folder; name the YAML file in it"
 
@@ -338,6 +338,21 @@ BAD_VALUES = [
     (
         "optimizer.learning_rate=fast",
         "optimizer.learning_rate: 'fast' is not a number; write e.g. optimizer.learning_rate: 0.001",
+    ),
+    (
+        "run.start_from=s3://KEY:SECRET@bucket/run",
+        "run.start_from: an address with a password in it would be written into the run; write s3://BUCKET/…, and "
+        "give the credentials by environment variables or your cloud's profile",
+    ),
+    (
+        "training.eval_tasks=lambada=s3://KEY:SECRET@bucket/items.jsonl",
+        "training.eval_tasks: an address with a password in it would be written into the run; write s3://BUCKET/…, and "
+        "give the credentials by environment variables or your cloud's profile",
+    ),
+    ("training.eval_items=5", "training.eval_items: does nothing without eval_tasks; write e.g. eval_tasks: lambada"),
+    (
+        "training.spike_sigmas=3",
+        "training.spike_sigmas: does nothing while on_spike is ignore; write e.g. on_spike: warn",
     ),
     ("optimizer.betas=0.9", f"optimizer.betas: '0.9' is not a list; {BETAS}"),
     ("optimizer.betas=[0.9]", f"optimizer.betas[1] is missing; {BETAS}"),

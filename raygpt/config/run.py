@@ -3,7 +3,7 @@
 import re
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from raygpt.config.parts import Part, Whole, refuse_credentials, shown
 
@@ -23,11 +23,11 @@ class Run(Part):
         None, description="RUN or RUN@STEP: begin with that run's state, a name in storage or a path."
     )
 
-    @field_validator("storage")
+    @field_validator("storage", "start_from")
     @classmethod
-    def _holds_no_credentials(cls, storage: str) -> str:
-        refuse_credentials("run.storage", storage)
-        return storage
+    def _hold_no_credentials(cls, address: str | None, info: ValidationInfo) -> str | None:
+        refuse_credentials(f"run.{info.field_name}", address or "")
+        return address
 
     @field_validator("name")
     @classmethod

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from raygpt.config.parts import SEEDS, Beta, Part, Real, Whole, shown
+from raygpt.config.parts import SEEDS, Beta, Part, Real, Whole, refuse_credentials, shown
 
 
 class Optimizer(Part):
@@ -95,6 +95,7 @@ def _task_names(names: object) -> object:
     names = _listed(names)
     for name in names if isinstance(names, list | tuple) else []:
         task, equals, path = str(name).partition("=")
+        refuse_credentials("training.eval_tasks", path)
         if task not in TASKS or (equals and not path):
             raise ValueError(
                 f"training.eval_tasks: {shown(name)} is no task; write {' or '.join(TASKS)}, or e.g. lambada=FILE.jsonl"
@@ -167,6 +168,14 @@ class Training(Part):
         if isinstance(value, Mapping) and value.get("epochs") is not None and "steps" not in value:
             return {**value, "steps": None}
         return value
+
+    @model_validator(mode="after")
+    def _no_idle_keys(self) -> Self:
+        if self.eval_items is not None and not self.eval_tasks:
+            raise ValueError("training.eval_items: does nothing without eval_tasks; write e.g. eval_tasks: lambada")
+        if "spike_sigmas" in self.model_fields_set and self.spike_sigmas != 6.0 and self.on_spike == "ignore":
+            raise ValueError("training.spike_sigmas: does nothing while on_spike is ignore; write e.g. on_spike: warn")
+        return self
 
     @model_validator(mode="after")
     def _has_one_length(self) -> Self:

@@ -145,15 +145,19 @@ class Gpt2:
 
 
 def _gpt2_ranks(encoder: Path) -> dict[bytes, int]:
-    """GPT-2's pieces from its encoder.json, where bytes that do not print are written as characters from U+0100 on.
+    """GPT-2's pieces from its encoder.json.
 
     tiktoken could read the file too, but would first copy it into its cache, which may be read-only or shared.
     """
+    byte_of, pieces = bytes_by_character(), json.loads(encoder.read_bytes())
+    return {bytes(byte_of[c] for c in piece): rank for piece, rank in pieces.items() if piece != END_OF_TEXT}
+
+
+def bytes_by_character() -> dict[str, int]:
+    """GPT-2's way to write bytes: those that do not print are characters from U+0100 on."""
     plain = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
     others = [byte for byte in range(256) if byte not in plain]
-    byte_of = {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
-    pieces = json.loads(encoder.read_bytes())
-    return {bytes(byte_of[c] for c in piece): rank for piece, rank in pieces.items() if piece != END_OF_TEXT}
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 class Bpe:

@@ -77,10 +77,6 @@ class Engine(Grader, Protocol):
         """The state whose parts are together in a folder, saved by any number of processes on any mesh."""
         ...
 
-    def gather(self, state: Any) -> Weights:
-        """All of a state as arrays of this host. Every process takes part and gets it."""
-        ...
-
     def load(self, weights: Weights) -> Any:
         """A state with those parameters; averages that are not given are zero, as before step 0."""
         ...

@@ -7,7 +7,7 @@ import itertools
 import json
 from typing import Any
 
-from raygpt.corpus.tokenizers import END_OF_TEXT, Bpe, Bytes, Char, Gpt2, Tokenizer
+from raygpt.corpus.tokenizers import END_OF_TEXT, Bpe, Bytes, Char, Gpt2, Tokenizer, bytes_by_character
 from raygpt.errors import RaygptError
 
 UNKNOWN = "<unk>"  # in no vocabulary: a character that is not known is an error there as well
@@ -97,14 +97,7 @@ def _pairs(model: dict[str, Any]) -> list[tuple[str, ...]]:
     return [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model.get("merges", [])]
 
 
-def _byte_characters() -> dict[str, int]:
-    """GPT-2's way to write bytes: those that do not print are characters from U+0100 on."""
-    plain = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-BYTES = _byte_characters()  # character -> byte
+BYTES = bytes_by_character()  # character -> byte
 CHARACTERS = {byte: character for character, byte in BYTES.items()}
 
 

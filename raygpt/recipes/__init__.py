@@ -22,7 +22,7 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] | Mapping[str
     From Python, overrides may also be a mapping, nested or dotted. Raises RaygptError with one line.
     """
     name = str(name_or_path)
-    where = f"recipe {shown(name)}"
+    where = f"recipe {name!r}"
     values = _parse_file(_read(name), where)
     changes = _changes(overrides)
     if changes.get("model.preset") is not None:
@@ -77,13 +77,13 @@ def _read(name: str) -> str:
     try:
         return storage.read_bytes(name).decode("utf-8-sig")  # -sig: some editors begin a file with a byte-order mark
     except FileNotFoundError:
-        raise RaygptError(f"recipe {shown(name)}: there is no such file; check the path") from None
+        raise RaygptError(f"recipe {name!r}: there is no such file; check the path") from None
     except IsADirectoryError:
-        raise RaygptError(f"recipe {shown(name)}: is a folder; name the YAML file in it") from None
+        raise RaygptError(f"recipe {name!r}: is a folder; name the YAML file in it") from None
     except UnicodeDecodeError:
-        raise RaygptError(f"recipe {shown(name)}: is not UTF-8 text; save it as UTF-8") from None
+        raise RaygptError(f"recipe {name!r}: is not UTF-8 text; save it as UTF-8") from None
     except (OSError, ValueError) as error:
-        raise RaygptError(f"recipe {shown(name)}: cannot be read ({error}); check the path") from None
+        raise RaygptError(f"recipe {name!r}: cannot be read ({error}); check the path") from None
 
 
 class _Loader(yaml.SafeLoader):

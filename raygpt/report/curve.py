@@ -16,9 +16,15 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 320, 52, 16, 34, 40
 
 
 def losses(lines: Sequence[Line]) -> tuple[Points, Points]:
-    """(step, loss) of the training batches, and of the validations, out of what a run has logged."""
-    train = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    return train, [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
+    """(step, loss) of the training batches, and of the validations, out of what a run has logged.
+
+    A loss that is no number, of a step that was left out, is none to draw.
+    """
+    train, val = (
+        [(line["step"], line[name]) for line in lines if math.isfinite(line.get(name, math.nan))]
+        for name in ("loss", "val_loss")
+    )
+    return train, val
 
 
 def draw(title: str, train: Points, val: Points) -> str:

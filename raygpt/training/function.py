@@ -1,7 +1,6 @@
 """A function of one's own on the workers that recipes run on: CPUs, GPUs and TPUs alike."""
 
 import logging
-import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,8 +38,7 @@ def run(
     if "mesh" in asked.model_fields_set:
         raise RaygptError("cluster.mesh: is a recipe's; leave it out, and call jax.make_mesh in the function")
     name = name or time.strftime("function-%Y%m%d-%H%M%S")
-    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
-        raise RaygptError(f"name: {name!r} is no folder name; write e.g. name='my-run'")
+    check_part("run", {"name": name})
     folder = storage.join(storage.absolute(storage_path), name)
     reported: dict[str, Any] = {}
 

@@ -89,7 +89,11 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
     questions = _questions(recipe)
     corpus = _open_corpus(recipe, storage.join(home, STORES), watch)
     try:
-        known = in_steps(recipe, corpus.windows(recipe.model.context))
+        context, seed = recipe.model.context, recipe.training.seed
+        rows = recipe.training.batch_tokens // context
+        feed = corpus.feed(context=context, batch_rows=rows, order=recipe.data.order, seed=seed)
+        feed.rows(0)  # a corpus that is too short, or not of its tokenizer, is refused here
+        known = in_steps(recipe, corpus.windows(context))
         plan = make_plan(
             known,
             vocab=corpus.tokenizer.vocab,
@@ -97,11 +101,7 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
             val_tokens=corpus.val_tokens,
             run_folder=folder,
         )
-        feed = corpus.feed(
-            context=known.model.context, batch_rows=plan.rows, order=known.data.order, seed=known.training.seed
-        )
-        feed.rows(0)  # a corpus that is too short, or not of its tokenizer, is refused here
-        prompts.encode(corpus.tokenizer, known.training.prompts, known.model.context)  # and what cannot be written on
+        prompts.encode(corpus.tokenizer, known.training.prompts, context)  # refuses what cannot be written on
         tokenizer = tokenizers.fingerprint(corpus.tokenizer)
         resume.check_text(folder, after, tokenizer, [stream.index.fingerprint for stream in feed.streams], force)
         if after >= plan.steps:  # its last checkpoint had better be whole

@@ -23,7 +23,7 @@ from ray.train.v2._internal.execution.scaling_policy import (
 )
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from raygpt.errors import RaygptError, StorageError
+from raygpt.errors import RaygptError, StorageError, first_line
 from raygpt.training.mailbox import on_this_node
 
 DEATHS = (ray.exceptions.RayActorError, WorkerHealthCheckFailedError)
@@ -128,7 +128,7 @@ class Recovery(DefaultFailurePolicy):
             return f"{who} hung: no step for {silent_s:.0f} s, the stacks are in logs/"
         if dead:
             return f"{who} died"
-        return f"{who} failed ({type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause) else ''})"
+        return f"{who} failed ({type(cause).__name__}: {first_line(cause)})"
 
 
 class SavesFirst(ElasticScalingPolicy):
@@ -175,5 +175,5 @@ def root_cause(error: BaseException) -> BaseException:
     causes: list[BaseException] = [getattr(failure, "cause", None) or failure for failure in failures]
     for cause in causes:
         if isinstance(cause, RaygptError):
-            return type(cause)(str(cause).splitlines()[0])
+            return type(cause)(first_line(cause))
     return next(iter(causes), error)

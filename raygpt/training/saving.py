@@ -99,7 +99,8 @@ class Saving:
         if self._thread:
             self._thread.join(min(PATIENCE_S, (self._task.recipe.training.hang_after or PATIENCE_S) / 2))
         self.look()
-        if self._is_busy():
+        is_last = step == self._task.recipe.steps  # which `finish` waits for
+        if self._is_busy() and not is_last:
             self._session.warn(f"the checkpoint of step {step} is left out: the one before it is still being written")
         return not self._is_busy()
 

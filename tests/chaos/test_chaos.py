@@ -77,7 +77,7 @@ def check(result, folder, kills, steps):
     assert all(0 <= repeated < 2 * EVERY for repeated in result.steps_repeated), result
 
 
-@pytest.mark.parametrize(("engine", "where"), [("jax", "folder"), ("torch", "s3")])
+@pytest.mark.parametrize(("engine", "where"), [pytest.param("jax", "folder", marks=pytest.mark.slow), ("torch", "s3")])
 def test_three_kills_leave_no_trace_in_the_numbers(survive, engine, where):
     check(*survive(engine, 3, 30, where), kills=3, steps=30)
 

@@ -17,7 +17,8 @@ def test_the_curves_are_the_runs_metrics():
         {"step": 2, "loss": 6.5},
         {"step": 2, "val_loss": 6.6},
     ]
-    assert losses(events) == ([(1, 7.9), (2, 6.5)], [(0, 8.0), (2, 6.6)])
+    left_out = {"step": 3, "loss": float("nan")}
+    assert losses([*events, left_out]) == ([(1, 7.9), (2, 6.5)], [(0, 8.0), (2, 6.6)])
 
 
 def test_points_lie_at_their_step_and_loss():

@@ -42,6 +42,12 @@ def test_the_third_fault_at_one_step_is_no_accident(judge):
     assert said[-1]["text"].startswith("the same fault came 3 times after step 7")
 
 
+def test_a_fault_without_a_word_is_told_by_its_kind(judge):
+    _, said = judge(RuntimeError(" \n"))
+    assert "worker 1 failed (RuntimeError" in said[0]["text"]
+    assert str(recovery.root_cause(WorkerGroupError("failed", {1: RaygptError("")}))) == "RaygptError"
+
+
 def test_nodes_that_go_one_by_one_while_workers_start_are_accidents(judge):
     nodes = [{"a", "b", "c", "d"}, {"a", "b", "c"}, {"a", "b"}, {"a"}, {"a"}]
     assert judge(*[RuntimeError("died")] * 4, nodes=nodes)[0] == [GO_ON] * 4

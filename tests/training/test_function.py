@@ -46,8 +46,10 @@ def test_the_last_of_each_metric_comes_back_and_every_report_is_seen(ray_cluster
 def test_what_cannot_be_is_said_before_anything_starts(look):
     with pytest.raises(RaygptError, match=r"unknown key 'cluster\.wrokers'; did you mean 'cluster\.workers'"):
         raygpt.run(look, cluster={"wrokers": 2})
-    with pytest.raises(RaygptError, match=r"name: '\.\./x' is no folder name"):
+    with pytest.raises(RaygptError, match=r"run\.name: '\.\./x' is not 1 to 128 of"):
         raygpt.run(look, name="../x")
+    with pytest.raises(RaygptError, match=r"run\.name: 'stores' is where prepared tokens lie"):
+        raygpt.run(look, name="stores")
     with pytest.raises(
         RaygptError, match=r"cluster\.mesh: is a recipe's; leave it out, and call jax\.make_mesh in the"
     ):

@@ -789,6 +789,21 @@ def test_an_upload_that_fails_twice_is_tried_again_and_nothing_is_said(make_task
     assert there(task) == (10, [])
 
 
+def test_the_last_step_waits_for_the_save_before_it_and_is_not_called_left_out(make_task, monkeypatch):
+    task, real = make_task(**EVERY_SECOND), storage.move_there
+
+    def move(path, uri):
+        if "step-00000008" in uri:
+            monkeypatch.setattr("raygpt.training.saving.PATIENCE_S", 0.05)
+            time.sleep(1)
+        real(path, uri)
+
+    monkeypatch.setattr(storage, "move_there", move)
+    events = run(task, FakeEngine())
+    assert not [event for event in events if event.get("event") == "warning"]
+    assert [event["step"] for event in events if event.get("event") == "checkpoint"] == [2, 4, 6, 8, 10]
+
+
 def test_an_upload_that_blocks_holds_up_no_step_and_the_next_save_is_left_out(make_task, monkeypatch):
     task, let_go, real = make_task(**EVERY_SECOND), threading.Event(), storage.move_there
 

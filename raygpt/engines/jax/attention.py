@@ -94,7 +94,7 @@ def _on_each(mesh: Mesh, attention: Attention) -> Attention:
     return compute
 
 
-LANES = 128  # of a TPU's vector unit, and the largest of a GPU's blocks: the context must be a multiple
+CONTEXT_MULTIPLE = 128  # a TPU's vector unit is so wide, and so is the largest of the Triton kernel's blocks
 LARGEST_BLOCK = 512  # whose scores, 1 MiB in fp32, fit into a core's fast memory beside the rest
 
 
@@ -142,7 +142,7 @@ def choose_attention(
 ) -> tuple[Attention, str]:
     """The kernel for a device and a model, and its name. A row shared out over the context axis needs XLA's."""
     if mesh.shape["context"] == 1:
-        divides = model.context % LANES == 0 and model.heads % mesh.shape["tensor"] == 0
+        divides = model.context % CONTEXT_MULTIPLE == 0 and model.heads % mesh.shape["tensor"] == 0
         if device.platform == "gpu" and _cudnn_can(float(device.compute_capability), dtype, model):
             if not deterministic:
                 return cudnn, "cuDNN"

@@ -2,9 +2,9 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
-CACHE = "~/.cache/raygpt/compiled"
+from raygpt.storage import cache_folder
+
 COUNT = "--xla_force_host_platform_device_count"
 THREADS = 16  # of XLA's pool for each device of a CPU. A device that waits for another in an all-reduce holds a thread;
 #               with one for each core, two all-reduces at once held them all, and the step never ended
@@ -44,7 +44,7 @@ def set_up(deterministic: bool = False) -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_exclude_nondeterministic_ops=true"
     import jax
 
-    jax.config.update("jax_compilation_cache_dir", str(Path(CACHE).expanduser()))
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)  # small models compile in less than 1 s
 
 

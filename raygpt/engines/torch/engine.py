@@ -56,7 +56,8 @@ def find_devices(recipe: Recipe) -> Devices:
     """One device for each process that joined, as a recipe uses them."""
     device = choose_device()
     cuda = device.type == "cuda"
-    memory = torch.cuda.get_device_properties(device).total_memory if cuda else memory_for_work() // cores()
+    share = torch.get_num_threads() / cores()  # of a machine that several workers use
+    memory = torch.cuda.get_device_properties(device).total_memory if cuda else int(memory_for_work() * share)
     number_bytes = DTYPES[choose_precision(recipe.model.precision, device)].itemsize
     return Devices(process_count(), memory, number_bytes, keeps_scores=False)
 
