@@ -1,7 +1,6 @@
 """The data layer's speed: prepare beside raw tiktoken, rows read per second, a store of 9 billion tokens.
 
-    python benchmarks/data.py                     # on ../shared/data/enwiki2014/train-00.txt.xz, 96 MB, if it is there
-    python benchmarks/data.py --source TEXT       # on a text of your own, 50 MB or more
+    python benchmarks/data.py TEXT       # 50 MB or more; results/data.json is of 96 MB of Wikipedia's articles
 
 Each figure is the best of three: other processes only ever make it slower. Ray's start is not counted, nor that of
 its worker processes: a small prepare goes before.
@@ -32,7 +31,6 @@ from raygpt.corpus.sources import resolve
 from raygpt.corpus.store import HEADER_BYTES, INDEX, Extent, Header, Index, open_store
 from raygpt.corpus.tokenizers import Gpt2
 
-WIKIPEDIA = Path(__file__).parents[2] / "shared/data/enwiki2014/train-00.txt.xz"
 CONTEXT = 1024
 SPARSE_TOKENS, SPARSE_SHARDS = 9_000_000_000, 90
 
@@ -53,7 +51,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", default=str(WIKIPEDIA), help="text to prepare, 50 MB or more")
+    parser.add_argument("source", metavar="TEXT", help="text to prepare, 50 MB or more")
     parser.add_argument("--sparse", help=argparse.SUPPRESS)  # the part that runs in a process of its own
     return parser.parse_args()
 
