@@ -40,12 +40,16 @@ def counted(jaxpr, found=None):
     return found
 
 
-def step_of(layers, kernels):
+def traced(layers, kernels):
     jax = pytest.importorskip("jax")
     from raygpt.engines.jax.engine import JaxEngine
 
     engine = JaxEngine(recipe("jax", layers), VOCAB, devices=jax.devices()[:1], kernels=kernels)
-    return counted(jax.make_jaxpr(engine._step)(jax.eval_shape(engine._initial), engine.put(WINDOWS[0])).jaxpr)
+    return jax.jit(engine._step).trace(jax.eval_shape(engine._initial), engine.put(WINDOWS[0]))
+
+
+def step_of(layers, kernels):
+    return counted(traced(layers, kernels).jaxpr.jaxpr)
 
 
 def test_a_fused_layer_is_eighteen_products_and_six_kernels():
@@ -57,6 +61,11 @@ def test_a_fused_layer_is_eighteen_products_and_six_kernels():
     # The first norm, forward and backward, and the loss, which is one kernel for both; its three products.
     assert one["pallas_call"] == 6 + 2 + 1
     assert one["dot_general"] == 18 + 3 + 6 + 3
+
+
+def test_a_fused_block_is_one_function_that_all_layers_call():
+    two, four = (traced(layers, "fused").lower().as_text() for layers in (2, 4))
+    assert len(four) < 1.2 * len(two)  # else tracing, and compiling its kernels, takes longer with every layer
 
 
 def test_a_plain_layer_computes_no_product_twice():
