@@ -489,3 +489,11 @@ def test_without_pytorch_the_extra_is_named(monkeypatch):
         assert refusal(lambda: require_torch("huggingface")) == (
             f"engine: torch needs {missing}, which is not installed: pip install {remedy}"
         )
+
+
+@pytest.mark.parametrize(("threads", "memory"), [(16, 64), (4, 16)])
+def test_a_worker_on_a_cpu_has_the_share_of_memory_that_it_has_of_cores(threads, memory, monkeypatch):
+    monkeypatch.setattr(engine_module, "cores", lambda: 16)
+    monkeypatch.setattr(engine_module, "memory_for_work", lambda: 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert engine_module.find_devices(load_recipe("tiny", {"engine": "torch"})).memory_bytes == memory
