@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from raygpt.config import Model  # noqa: E402
 from raygpt.engines.jax.attention import Cache, choose_attention, cudnn, splash, triton, xla  # noqa: E402
+from raygpt.engines.jax.kernels import launch  # noqa: E402
 from raygpt.engines.jax.sharding import make_mesh  # noqa: E402
 
 SHAPES = [(1, 1, 1, 4), (2, 7, 3, 5), (3, 16, 2, 8)]  # rows, time, heads, head_dim
@@ -141,6 +142,12 @@ def test_cudnns_backward_pass_adds_up_in_any_order_so_another_kernel_is_the_dete
     assert chosen("gpu", context=192, deterministic=True) == "XLA"  # blocks are multiples of 128
     assert chosen("gpu", jnp.float32, deterministic=True) == chosen("cpu", deterministic=True) == "XLA"
     assert chosen("tpu", deterministic=True) == "Splash"
+
+
+def test_a_jax_without_triton_computes_without_it(monkeypatch):
+    monkeypatch.setattr(launch, "triton", None)
+    assert chosen("gpu") == "cuDNN"
+    assert chosen("gpu", deterministic=True) == "XLA"
 
 
 def test_what_a_kernel_cannot_do_is_left_to_xla():

@@ -147,6 +147,12 @@ def test_kernels_are_fused_where_hardware_numbers_mesh_and_shapes_fit(device, dt
     assert choose_kernels(device, dtype, make_mesh({**mesh}, devices), recipe(**model).model, layers) == chosen
 
 
+def test_a_jax_without_triton_computes_without_kernels(monkeypatch):
+    monkeypatch.setattr("raygpt.engines.jax.kernels.launch.triton", None)
+    mesh = make_mesh({}, jax.devices()[:1])
+    assert choose_kernels(gpu(), jnp.bfloat16, mesh, recipe().model, UNROLLED) == "plain"
+
+
 def test_an_engine_says_which_it_uses():
     assert make_engine(None).describe()["kernels"] == "plain"
     assert make_engine("fused").describe()["kernels"] == "fused"

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from raygpt.config import Model
+from raygpt.engines.jax.kernels import launch
 
 Array = jax.Array
 Attention = Callable[[Array, Array, Array], Array]  # query, key, value [rows, time, heads, head_dim] to the same shape
@@ -146,7 +147,7 @@ def choose_attention(
         if device.platform == "gpu" and _cudnn_can(float(device.compute_capability), dtype, model):
             if not deterministic:
                 return cudnn, "cuDNN"
-            if divides:
+            if divides and launch.triton is not None:
                 return triton(mesh), "Triton"
         if device.platform == "tpu" and divides:
             return splash(mesh), "Splash"

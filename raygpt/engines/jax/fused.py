@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from raygpt.config import Model
 from raygpt.engines.jax.attention import Attention
 from raygpt.engines.jax.embedding import embed
-from raygpt.engines.jax.kernels import add_norm, bias_gelu, cross_entropy
+from raygpt.engines.jax.kernels import add_norm, bias_gelu, cross_entropy, launch
 from raygpt.engines.jax.kernels.cross_entropy import CHUNK_LOGITS
 from raygpt.engines.jax.kernels.launch import LANES
 from raygpt.engines.jax.loss import chunk_count
@@ -29,9 +29,10 @@ TILE_ROWS = 16  # the most that a kernel takes at a time; a context of a multipl
 def choose_kernels(device: Any, dtype: Any, mesh: Mesh, model: Model, layers: Layers) -> str:
     """`fused` where the kernels can compute and pay, `plain` elsewhere.
 
-    That is on NVIDIA from Ampere on, in bf16, with layers one after another, on a mesh that shares out rows alone.
+    That is on NVIDIA from Ampere on, in bf16, with layers one after another, on a mesh that shares out rows alone, and
+    with a JAX that has Triton.
     """
-    hardware = device.platform == "gpu" and float(device.compute_capability) >= 8
+    hardware = device.platform == "gpu" and float(device.compute_capability) >= 8 and launch.triton is not None
     tiles = model.width % LANES == 0 and model.context % TILE_ROWS == 0
     whole = mesh.size == mesh.shape["data"]  # every device has all parameters
     return "fused" if hardware and tiles and whole and dtype == jnp.bfloat16 and not layers.scanned else "plain"

@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from raygpt.engines.jax.kernels import resident_loss
-from raygpt.engines.jax.kernels.launch import LANES, Array, launch
+from raygpt.engines.jax.kernels.launch import LANES, Array, launch, triton
 
 F32 = jnp.float32
 CHUNK_LOGITS = 2**30  # 2 GiB in bf16. Fewer chunks read and write the table's gradient less often, 0.07 ms each
