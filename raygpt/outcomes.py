@@ -1,7 +1,6 @@
 """What people see of export, import, eval, runs, show and report."""
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,7 @@ from raygpt.evaluation.tasks import Result
 from raygpt.inference.loaded import Loaded, Weighed
 from raygpt.recipes.explain import flat
 from raygpt.runs import OpenRun
-from raygpt.runs.standing import ago
-from raygpt.training.plan import size
+from raygpt.wording import ago, number_text, size, value_text
 
 STATES = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "unreadable": "red"}
 
@@ -93,7 +91,11 @@ def show_runs(runs: Sequence[Mapping[str, Any]]) -> None:
         is_number = column in ("step", "loss", "val loss", "tokens/s")
         table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
     for run in runs:
-        numbers = _number(run["loss"], ".4f"), _number(run["val_loss"], ".4f"), _number(run["tokens_per_s"], ",.0f")
+        numbers = (
+            number_text(run["loss"], ".4f"),
+            number_text(run["val_loss"], ".4f"),
+            number_text(run["tokens_per_s"], ",.0f"),
+        )
         shape = run["engine"] or "–", run["model"] or "–"
         table.add_row(escape(run["name"]), *shape, _steps(run), *numbers, _state(run), ago(run["last_seen"]))
     # As wide as it needs to be: a name that is cut short could not be typed.
@@ -120,7 +122,7 @@ def show_run(facts: Mapping[str, Any]) -> None:
     out.print("\n[bold]recipe[/][dim], where it differs from the defaults; recipe.yaml has all of it[/]")
     chosen, defaults = flat(facts["recipe"]), flat(Recipe().to_dict())
     keys = [key for key, value in chosen.items() if value != defaults.get(key)]
-    out.print(table_of([(key, _value(chosen[key])) for key in keys]))
+    out.print(table_of([(key, value_text(chosen[key])) for key in keys]))
 
 
 def show_report(files: Mapping[str, int]) -> None:
@@ -137,9 +139,9 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "model", f"{facts['model']}, {facts['parameters']:,} parameters, engine {facts['engine']}"
     yield "progress", f"step {_steps(facts)}, {facts['tokens']:,} tokens"
     losses = [("loss", "loss"), ("validation loss", "val_loss")]
-    yield "losses", ", ".join(f"{label} {_number(facts[key], '.4f')}" for label, key in losses)
+    yield "losses", ", ".join(f"{label} {number_text(facts[key], '.4f')}" for label, key in losses)
     mfu = f", MFU {facts['mfu']:.1%}" if facts["mfu"] else ""
-    yield "speed", f"{_number(facts['tokens_per_s'], ',.0f')} tokens/s{mfu}"
+    yield "speed", f"{number_text(facts['tokens_per_s'], ',.0f')} tokens/s{mfu}"
     restarts = ", ".join(f"{restart['step']:,}" for restart in facts["restarts"])
     yield "restarts", f"{len(facts['restarts'])}, after step {restarts}" if restarts else "none"
     about = {key: value for key, value in facts["about"].items() if key != "versions"}
@@ -153,7 +155,7 @@ def _checkpoints(facts: Mapping[str, Any]) -> Table:
     table = Table("checkpoint", "val loss", "size", "", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for found in facts["checkpoints"]:
         best = "best" if found["step"] == facts["best"] else ""
-        table.add_row(f"step {found['step']:,}", _number(found["val_loss"], ".4f"), size(found["bytes"]), best)
+        table.add_row(f"step {found['step']:,}", number_text(found["val_loss"], ".4f"), size(found["bytes"]), best)
     return table
 
 
@@ -165,12 +167,3 @@ def _steps(run: Mapping[str, Any]) -> str:
 
 def _state(run: Mapping[str, Any]) -> str:
     return f"[{STATES[run['state']]}]{run['state']}[/]"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
-
-
-def _value(value: Any) -> str:
-    """As a recipe writes it: null, true, 0.1, text."""
-    return value if isinstance(value, str) else json.dumps(value)

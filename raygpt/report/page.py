@@ -13,7 +13,7 @@ from raygpt import __version__
 from raygpt.recipes.explain import flat
 from raygpt.report import curve, gather, normal
 from raygpt.runs import OpenRun, standing
-from raygpt.training.plan import size
+from raygpt.wording import number_text, size, value_text
 
 SAMPLES = 4  # that are shown open; the others unfold
 COLOURS = 6
@@ -110,11 +110,11 @@ def _tiles(facts: Mapping[str, Any]) -> str:
     best = next((found["val_loss"] for found in facts["checkpoints"] if found["step"] == facts["best"]), None)
     tiles = [
         (of, f"{facts['step']:,}"),
-        ("training loss", _number(facts["loss"], ".4f")),
-        ("validation loss", _number(facts["val_loss"], ".4f")),
-        ("best checkpoint's", _number(best, ".4f")),
+        ("training loss", number_text(facts["loss"], ".4f")),
+        ("validation loss", number_text(facts["val_loss"], ".4f")),
+        ("best checkpoint's", number_text(best, ".4f")),
         ("tokens", f"{facts['tokens']:,}"),
-        ("tokens per second", _number(facts["tokens_per_s"], ",.0f")),
+        ("tokens per second", number_text(facts["tokens_per_s"], ",.0f")),
         *([("MFU", f"{facts['mfu']:.1%}")] if facts["mfu"] else []),
         ("restarts", f"{len(facts['restarts'])}"),
     ]
@@ -133,9 +133,9 @@ def _runs_table(details: Sequence[Mapping[str, Any]]) -> str:
                 escape(facts["state"]),
                 facts["engine"],
                 steps,
-                _number(facts["loss"], ".4f"),
-                _number(facts["val_loss"], ".4f"),
-                _number(facts["tokens_per_s"], ",.0f"),
+                number_text(facts["loss"], ".4f"),
+                number_text(facts["val_loss"], ".4f"),
+                number_text(facts["tokens_per_s"], ",.0f"),
                 f"{len(facts['restarts'])}",
             ]
         )
@@ -182,9 +182,9 @@ def _differences(runs: Sequence[OpenRun]) -> Iterator[str]:
     recipes = [flat(run.recipe.to_dict()) for run in runs]
     keys = [key for key in recipes[0] if not key.startswith(("run.name", "run.storage"))]
     rows = [
-        [f"<code>{escape(key)}</code>", *(f"<code>{escape(_shown(recipe.get(key)))}</code>" for recipe in recipes)]
+        [f"<code>{escape(key)}</code>", *(f"<code>{escape(value_text(recipe.get(key)))}</code>" for recipe in recipes)]
         for key in keys
-        if len({_shown(recipe.get(key)) for recipe in recipes}) > 1
+        if len({value_text(recipe.get(key)) for recipe in recipes}) > 1
     ]
     yield "<h2>Where the recipes differ</h2>"
     names = [f"{_dot(number)}{escape(run.name)}" for number, run in enumerate(runs)]
@@ -237,7 +237,7 @@ def _checkpoints(details: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         [
             escape(facts["name"]),
             f"{found['step']:,}",
-            _number(found["val_loss"], ".4f"),
+            number_text(found["val_loss"], ".4f"),
             size(found["bytes"]),
             "best" if found["step"] == facts["best"] else "",
         ]
@@ -290,11 +290,3 @@ def _right(column: int, numbers: Sequence[int]) -> str:
 
 def _dot(number: int) -> str:
     return f'<i class="dot" style="background:var(--c{number % COLOURS})"></i>'
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)

@@ -3,7 +3,6 @@
 Read from the run directories alone, so it works beside a run that trains, on another machine, and for runs on s3.
 """
 
-import time
 from typing import Any
 
 from raygpt import storage
@@ -89,14 +88,3 @@ def _state(run: OpenRun, last: Facts) -> tuple[str, str]:
         return result["state"], result["why"]
     is_scored = run.total_steps in checkpoints.scores(run.folder)
     return ("finished", "") if is_scored and last.get("step", 0) >= (run.total_steps or 0) else ("stopped", "")
-
-
-def ago(moment: float | None, now: float | None = None) -> str:
-    """How long ago a time is: '5 s ago', '3 min ago', '2 h ago', '4 days ago'."""
-    if moment is None:
-        return "never"
-    seconds = max(0.0, (now or time.time()) - moment)
-    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length or (unit == "min" and seconds >= length):
-            return f"{seconds / length:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"

@@ -10,6 +10,7 @@ from raygpt.config import Recipe
 from raygpt.engines.base import Devices
 from raygpt.errors import RaygptError
 from raygpt.recipes.explain import explain_first
+from raygpt.wording import size
 
 STATE_BYTES = 20  # a parameter, AdamW's two averages, the sum of gradients and those of one part, all fp32
 LOGITS = 2**28  # at most so many at a time, of 10 bytes each: fp32, their gradient, their exponentials
@@ -146,12 +147,3 @@ def row_bytes(recipe: Recipe, devices: Devices, tensor: int) -> int:
     kept = {"none": whole, "products": 10 * numbers, "blocks": numbers}[recipe.training.remat]
     again = 0 if recipe.training.remat == "none" else whole  # of the one layer that is computed again
     return model.context * model.width * (model.layers * kept + again)
-
-
-def size(count: float) -> str:
-    """Bytes for people: 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

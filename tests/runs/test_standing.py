@@ -11,7 +11,8 @@ from raygpt.corpus import tokenizers
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints, open_run
 from raygpt.runs.records import Outcome, keep_sample, write_about, write_result
-from raygpt.runs.standing import ago, details, standing
+from raygpt.runs.standing import details, standing
+from raygpt.wording import ago
 
 
 def make_run(home, name, *, steps=20, until=20, lines=(), **settings):

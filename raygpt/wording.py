@@ -1,0 +1,35 @@
+"""Numbers and values as people read them."""
+
+import json
+import time
+from typing import Any
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def ago(moment: float | None, now: float | None = None) -> str:
+    """How long ago a time is: '5 s ago', '3 min ago', '2 h ago', '4 days ago'."""
+    if moment is None:
+        return "never"
+    seconds = max(0.0, (now or time.time()) - moment)
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length or (unit == "min" and seconds >= length):
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def number_text(value: float | None, form: str) -> str:
+    """By a format such as '.4f', or a dash where there is none."""
+    return "–" if value is None else format(value, form)
+
+
+def value_text(value: Any) -> str:
+    """As a recipe writes it: null, true, 0.1, text."""
+    return value if isinstance(value, str) else json.dumps(value)
