@@ -38,7 +38,7 @@ SPARSE_TOKENS, SPARSE_SHARDS = 9_000_000_000, 90
 def main() -> None:
     arguments = _arguments()
     if arguments.sparse:
-        print(open_sparse(arguments.sparse))
+        print(open_sparse(arguments.source))
         return
     with tempfile.TemporaryDirectory() as folder:
         figures = {**tokenising(arguments.source, Path(folder)), **reading(Path(folder)), **sparse(Path(folder))}
@@ -52,7 +52,9 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="TEXT", help="text to prepare, 50 MB or more")
-    parser.add_argument("--sparse", help=argparse.SUPPRESS)  # the part that runs in a process of its own
+    parser.add_argument(
+        "--sparse", action="store_true", help=argparse.SUPPRESS
+    )  # the part that runs in a process of its own
     return parser.parse_args()
 
 
@@ -136,7 +138,7 @@ def sparse(folder: Path) -> dict[str, Any]:
     index = Index("0" * 16, "sparse", "0" * 16, 50257, 50256, "<u2", 0, 0, extents, ())
     (store / INDEX).write_bytes(index.to_json())
     output = subprocess.run(
-        [sys.executable, __file__, "--sparse", str(store)], check=True, capture_output=True, text=True
+        [sys.executable, __file__, str(store), "--sparse"], check=True, capture_output=True, text=True
     )
     seconds, megabytes = (float(word) for word in output.stdout.split())
     return {"sparse_tokens": SPARSE_TOKENS, "sparse_open_and_read_s": seconds, "sparse_extra_mb": megabytes}
