@@ -126,6 +126,11 @@ class Recipe(Part):
         return self
 
     @property
+    def rows(self) -> int:
+        """Of a batch, all workers together."""
+        return self.training.batch_tokens // self.model.context
+
+    @property
     def steps(self) -> int:
         """Optimizer steps in all, which `plan.in_steps` works out where the recipe has epochs."""
         if self.training.steps is None:

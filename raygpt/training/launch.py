@@ -90,8 +90,7 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
     corpus = _open_corpus(recipe, storage.join(home, STORES), watch)
     try:
         context, seed = recipe.model.context, recipe.training.seed
-        rows = recipe.training.batch_tokens // context
-        feed = corpus.feed(context=context, batch_rows=rows, order=recipe.data.order, seed=seed)
+        feed = corpus.feed(context=context, batch_rows=recipe.rows, order=recipe.data.order, seed=seed)
         feed.rows(0)  # a corpus that is too short, or not of its tokenizer, is refused here
         known = in_steps(recipe, corpus.windows(context))
         plan = make_plan(

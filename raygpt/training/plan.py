@@ -74,7 +74,7 @@ class Plan:
 def in_steps(recipe: Recipe, windows: int) -> Recipe:
     """The recipe with its epochs turned into steps: one is as many as it takes to see all of these windows."""
     training = recipe.training
-    epoch = -(-windows // (training.batch_tokens // recipe.model.context))
+    epoch = -(-windows // recipe.rows)
     steps = training.steps if training.epochs is None else math.ceil(training.epochs * epoch)
     lengths = {"steps": steps, "epochs": None}
     lengths |= {key: epoch for key in ("eval_every", "checkpoint_every") if getattr(training, key) == "epoch"}
@@ -93,7 +93,7 @@ def make_plan(recipe: Recipe, *, vocab: int, train_tokens: int | None, val_token
         train_tokens=train_tokens,
         val_tokens=val_tokens,
         steps=recipe.steps,
-        rows=recipe.training.batch_tokens // model.context,
+        rows=recipe.rows,
         context=model.context,
         flops_per_token=model.flops_per_token(vocab),
         run_folder=run_folder,
@@ -122,9 +122,8 @@ class Split:
 def split_batch(recipe: Recipe, vocab: int, devices: Devices) -> Split:
     """In as few parts as fit into the devices' memory, or in as many as the recipe says."""
     mesh = recipe.cluster.mesh.over(devices.count)
-    rows = recipe.training.batch_tokens // recipe.model.context
     across = mesh["data"] * mesh["fsdp"]  # groups of devices with rows of their own
-    rows_each = -(-rows // across)
+    rows_each = -(-recipe.rows // across)
     state = recipe.model.parameters(vocab) * STATE_BYTES // (mesh["fsdp"] * mesh["tensor"])
     logits = min(rows_each * recipe.model.context * vocab // (mesh["tensor"] * mesh["context"]), LOGITS)
     fixed = state + logits * LOGIT_BYTES
@@ -132,7 +131,7 @@ def split_batch(recipe: Recipe, vocab: int, devices: Devices) -> Split:
     room = max(1, (int(devices.memory_bytes * USABLE) - fixed) // row)
     accumulation = recipe.training.accumulation or -(-rows_each // room)
     micro_each = -(-rows_each // accumulation)
-    return Split(rows, micro_each * across, accumulation, devices.count, fixed + micro_each * row)
+    return Split(recipe.rows, micro_each * across, accumulation, devices.count, fixed + micro_each * row)
 
 
 def row_bytes(recipe: Recipe, devices: Devices, tensor: int) -> int:

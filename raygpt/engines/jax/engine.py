@@ -79,7 +79,7 @@ class JaxEngine:
         self.recipe, self.vocab, self.accumulation = recipe, vocab, accumulation
         self.context = recipe.model.context
         self.mesh = sharding.make_mesh(recipe.cluster.mesh.sizes(), devices)
-        self.batch_rows = recipe.training.batch_tokens // recipe.model.context
+        self.batch_rows = recipe.rows
         self.precision = precision or choose_precision(recipe.model.precision, self._device)
         self._dtype = DTYPES[self.precision]
         self._param_dtype = jnp.promote_types(self._dtype, jnp.float32)

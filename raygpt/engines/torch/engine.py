@@ -91,7 +91,7 @@ class TorchEngine:
         self.context = recipe.model.context
         self.device = torch.device(device) if device else choose_device()
         self.mesh = make_mesh(recipe, self.device)
-        self.batch_rows = recipe.training.batch_tokens // recipe.model.context
+        self.batch_rows = recipe.rows
         self.precision = precision or choose_precision(recipe.model.precision, self.device)
         self._dtype = DTYPES[self.precision]
         self._param_dtype = accurate(self._dtype)
