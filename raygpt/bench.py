@@ -10,7 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,9 +28,7 @@ ROUND, FIRST, WARM_UP, BATCHES = 10, 5, 10, 4  # steps: of a round, whose losses
 NANOGPTS_CPU_MODEL = ("model.layers=4", "model.heads=4", "model.width=128")  # of its README, for a laptop
 # What makes two figures comparable.
 SAME = ("device", "engine", "kernels", "layers", "width", "context", "vocab", "precision")
-
-
-SET_HERE = {
+SET_HERE = {  # and what to write instead
     "engine": "write --engine",
     "model.preset": "write --preset",
     "model.context": "write --context",
@@ -88,9 +86,8 @@ def usual_work(engine: str, preset: str | None = None, overrides: Sequence[str] 
     """GPT-2 124M where there is a GPU or TPU, a small model on a CPU: a step of GPT-2 takes a minute there."""
     if _devices(engine).is_accelerated():
         return Work(engine, preset or "gpt2", overrides=tuple(overrides))
-    if preset:
-        return Work(engine, preset, 12, 64, overrides=tuple(overrides))
-    return Work(engine, None, 12, 64, vocab=CHARACTERS, overrides=(*NANOGPTS_CPU_MODEL, *overrides))
+    small = Work(engine, preset, 12, 64, overrides=tuple(overrides))
+    return small if preset else replace(small, vocab=CHARACTERS, overrides=(*NANOGPTS_CPU_MODEL, *overrides))
 
 
 def measure(work: Work) -> dict[str, Any]:

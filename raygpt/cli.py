@@ -18,7 +18,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-recipes_app = typer.Typer(help="List the shipped recipes, or show one.", invoke_without_command=True)
+recipes_app = typer.Typer(help="List the shipped recipes, show one, or list all keys.", invoke_without_command=True)
 data_app = typer.Typer(help="Look at text and token stores.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(data_app, name="data")

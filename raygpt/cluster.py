@@ -11,6 +11,8 @@ from typing import Any
 
 from raygpt.errors import RaygptError
 
+MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of cgroups v2 and v1
+
 
 def cores() -> int:
     """CPU cores that this process may use."""
@@ -20,13 +22,10 @@ def cores() -> int:
 def host_memory() -> int:
     """Bytes of memory that this machine has, or this container may take."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in CONTAINERS_LIMITS:
+    for file in MEMORY_LIMITS:
         with contextlib.suppress(OSError, ValueError):  # no such file; "max"
             limits.append(int(Path(file).read_text()))
     return min(limits)
-
-
-CONTAINERS_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of cgroups v2, v1
 
 
 def memory_for_work() -> int:

@@ -116,8 +116,15 @@ def training(steps: int) -> Iterator["Training"]:
 
 def tell_trouble(event: "Event") -> None:
     """Where standard output is for a program: warnings and the like, on standard error."""
-    if event.get("event") in ("warning", "fault", "waiting", "stopping"):
-        print(f"{event['event']}: {event['text']}", file=sys.stderr)
+    if said := _trouble(event):
+        err.print(said, soft_wrap=True)
+
+
+def _trouble(event: "Event") -> str:
+    """A warning, a fault, or what is waited for; nothing else."""
+    if event.get("event") in ("warning", "fault"):
+        return f"[yellow]{event['event']}:[/] {escape(event['text'])}"
+    return escape(event["text"]) if event.get("event") in ("waiting", "stopping") else ""
 
 
 class Training:
@@ -139,18 +146,15 @@ class Training:
             self._show("compiling")
         elif event.get("event") == "split":
             self._once("batch", event["text"])
-        elif event.get("event") == "waiting":
-            out.print(escape(event["text"]), soft_wrap=True)
-            self._show("waiting")
+        elif said := _trouble(event):
+            out.print(said, soft_wrap=True)
+            if event["event"] == "waiting":
+                self._show("waiting")
         elif event.get("event") == "resume":
             where = f" of {escape(near(event['folder']))}" if event["fork"] else ""
             out.print(f"continuing after step {event['step']}{where}", soft_wrap=True)
-        elif event.get("event") in ("warning", "fault"):
-            out.print(f"[yellow]{event['event']}:[/] {escape(event['text'])}", soft_wrap=True)
         elif event.get("event") == "profile":
             out.print(f"profile in {escape(near(event['file']))}, for ui.perfetto.dev", soft_wrap=True)
-        elif event.get("event") == "stopping":
-            out.print(escape(event["text"]), soft_wrap=True)
         elif scores := [name for name in event if name == "val_loss" or name.partition("_")[0] in TASKS]:
             self._val_loss = event.get("val_loss", self._val_loss)
             parts = [f"step {event['step']:>{len(str(self._steps))}}/{self._steps}"]

@@ -173,7 +173,7 @@ class Training(Part):
     def _no_idle_keys(self) -> Self:
         if self.eval_items is not None and not self.eval_tasks:
             raise ValueError("training.eval_items: does nothing without eval_tasks; write e.g. eval_tasks: lambada")
-        if "spike_sigmas" in self.model_fields_set and self.spike_sigmas != 6.0 and self.on_spike == "ignore":
+        if self.on_spike == "ignore" and self.spike_sigmas != Training.model_fields["spike_sigmas"].default:
             raise ValueError("training.spike_sigmas: does nothing while on_spike is ignore; write e.g. on_spike: warn")
         return self
 

@@ -83,7 +83,7 @@ class Loop:
             is_end = step == self._steps or orders.stop
             is_wished = is_wished or orders.save  # and stays so until a save is begun
             if step % self._save_every == 0 or is_end or is_wished:
-                is_wished = not self._saving.begin(state, step, metrics) and is_wished
+                is_wished = not self._saving.begin(state, step, metrics, is_end) and is_wished
             if self._is_evaluated(step) and not orders.stop:  # one that is stopped makes up for it when it goes on
                 log.flush()
                 self._evaluate(state, step)

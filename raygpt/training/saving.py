@@ -40,10 +40,10 @@ class Saving:
         self._failed = 0  # in a row; of rank 0
         self._newest = 0  # the last step that was committed; of rank 0
 
-    def begin(self, state: Any, step: int, metrics: Any) -> bool:
+    def begin(self, state: Any, step: int, metrics: Any, is_end: bool = False) -> bool:
         """Begin to save; all processes at the same step. False where the one before is not finished yet, or the
-        storage refuses."""
-        if not self._session.decide(lambda: self._is_free(step) and self._has_room(step)):
+        storage refuses: `finish` sees to it that the end is saved all the same."""
+        if not self._session.decide(lambda: self._is_free(step, is_end) and self._has_room(step)):
             return False
         if self._thread:
             self._thread.join()  # rank 0's has ended, so that this one only has its last lines to do
@@ -94,13 +94,12 @@ class Saving:
             time.sleep(RETRIED_S)
         return True
 
-    def _is_free(self, step: int) -> bool:
+    def _is_free(self, step: int, is_end: bool) -> bool:
         """Rank 0: whether the save before is finished, everywhere; it is waited for, but not for ever."""
         if self._thread:
             self._thread.join(min(PATIENCE_S, (self._task.recipe.training.hang_after or PATIENCE_S) / 2))
         self.look()
-        is_last = step == self._task.recipe.steps  # which `finish` waits for
-        if self._is_busy() and not is_last:
+        if self._is_busy() and not is_end:
             self._session.warn(f"the checkpoint of step {step} is left out: the one before it is still being written")
         return not self._is_busy()
 
