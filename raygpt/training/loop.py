@@ -7,6 +7,7 @@ waits for the metrics of the steps that are logged, and checkpoints are written 
 """
 
 import contextlib
+import itertools
 import math
 import queue
 import threading
@@ -44,6 +45,10 @@ class InTraining(NamedTuple):
     state: Any
 
 
+class StoppedError(Exception):
+    """All workers are to end, and a validation does not hold them up."""
+
+
 class Loop:
     """One run of a task on an engine."""
 
@@ -55,12 +60,12 @@ class Loop:
         self._log = Log(self._record)
         self._saving = Saving(task, engine, session, self._before_commit)
         self._spikes = 0.0  # that are known of
+        self._is_wished = False  # a checkpoint, until one is begun
 
     def run(self) -> Any:
         """Train from where the run stands to the last step, or until it is stopped; the final state comes back."""
         state, first = self._begin()
-        log, profile, is_wished = self._log, self._profile(), False
-        pace, ask_at = Clock(first), 0
+        log, profile, asking = self._log, self._profile(), Asking(self._session, first)
         for step, batch in enumerate(self._batches(first, log), start=first + 1):
             self._task.faults.strike(step, self._session.rank)
             profile.before(step)
@@ -70,30 +75,27 @@ class Loop:
             if step == first + 1:  # it is compiled here, which is no measure of speed
                 self._spikes = self._engine.read(metrics)["spikes"]  # of a restored state: no news
                 log.restart(step)
-                ask_at = step + 1
             orders, is_logged = Orders(), step % self._training.log_every == 0 or step == self._steps
             if is_logged:
                 log.put(step, metrics)
-            elif step == ask_at:
+            elif asking.is_due(step):
                 self._engine.read(metrics)  # or the device would be far behind the step that is asked about
-            if is_logged or step == ask_at:
-                timed = step - pace.step
-                orders = self._session.orders(pace.lap(step))
-                ask_at = step + min(FARTHER * timed, orders.again)
-            is_end = step == self._steps or orders.stop
-            is_wished = is_wished or orders.save  # and stays so until a save is begun
-            if step % self._save_every == 0 or is_end or is_wished:
-                is_wished = not self._saving.begin(state, step, metrics, is_end) and is_wished
-            if self._is_evaluated(step) and not orders.stop:  # one that is stopped makes up for it when it goes on
+            if is_logged or asking.is_due(step):
+                orders = asking.ask(step)
+            is_stopped, is_end = orders.stop, orders.stop or step == self._steps
+            self._is_wished = self._is_wished or orders.save
+            if step % self._save_every == 0 or is_end or self._is_wished:
+                self._save(state, step, metrics, is_end)
+            if self._is_evaluated(step) and not is_stopped:  # one that is stopped makes up for it when it goes on
                 log.flush()
-                self._evaluate(state, step)
+                is_stopped = not self._evaluate_heeding(state, step, metrics)
                 log.restart(step)
-                pace.restart(step)
+                asking.restart(step)
             self._saving.look()
-            if is_end:
+            if is_end or is_stopped:
                 log.flush()
                 self._saving.finish(state, step, metrics)
-                self._session.emit({"event": "stopped" if orders.stop else "finished", "step": step})
+                self._session.emit({"event": "stopped" if is_stopped else "finished", "step": step})
                 break
         self._tell_profile(profile.close())
         self._session.close()
@@ -214,15 +216,46 @@ class Loop:
             event |= {} if share is None else {"mfu": share}
         self._session.record({**event, "data_wait_s": waited})
 
-    def _evaluate(self, state: Any, step: int) -> None:
-        """Loss over the validation set, or the part that the recipe says; and samples of what the model writes."""
+    def _save(self, state: Any, step: int, metrics: Any, is_end: bool = False) -> None:
+        """Begin a checkpoint, if the one before lets us."""
+        self._is_wished = not self._saving.begin(state, step, metrics, is_end) and self._is_wished
+
+    def _evaluate_heeding(self, state: Any, step: int, metrics: Any) -> bool:
+        """Evaluate, and save on the way where a node is about to go; False where all are to end, and it was left."""
+        asking, parts = Asking(self._session), itertools.count(1)
+
+        def heed() -> None:
+            part = next(parts)
+            orders = asking.ask(part) if asking.is_due(part) else Orders()
+            if orders.save:
+                self._is_wished = True
+                self._save(state, step, metrics)
+            if orders.stop:
+                raise StoppedError
+
+        try:
+            self._evaluate(state, step, heed)
+        except StoppedError:
+            return False
+        return True
+
+    def _evaluate(self, state: Any, step: int, heed: Callable[[], None] = lambda: None) -> None:
+        """Loss over the validation set, or the part that the recipe says; and samples of what the model writes.
+
+        `heed` is called after every part, in all workers.
+        """
+
+        def go_on() -> None:
+            self._session.beat(step)
+            heed()
+
         losses = []
         context, rows = self._engine.context, self._engine.micro_rows
         for windows in val_windows(self._task.val, context, rows, self._training.eval_rows):
             losses.append(self._engine.score(state, windows))
-            self._session.beat(step)
+            go_on()
         loss = float(np.concatenate(losses).mean(dtype=np.float64)) if losses else None
-        scores = self._scores(state, step)
+        scores = self._scores(state, go_on)
         if loss is not None or scores:
             self._session.record({"step": step, **({} if loss is None else {"val_loss": loss}), **scores})
         self._keep(lambda: self._remember(step, loss), f"the validation loss of step {step}")
@@ -235,12 +268,12 @@ class Loop:
         )
         self._session.beat(step)
 
-    def _scores(self, state: Any, step: int) -> dict[str, float]:
+    def _scores(self, state: Any, go_on: Callable[[], None]) -> dict[str, float]:
         """What the recipe's tasks come to: lambada_acc, lambada_perplexity and so on."""
         model = InTraining(self._task.tokenizer, self._engine, state)
         found: dict[str, float] = {}
         for name, items in self._task.questions.items():
-            result = tasks.evaluate(model, name, items, lambda done, total: self._session.beat(step))
+            result = tasks.evaluate(model, name, items, lambda done, total: go_on())
             found |= {f"{name}_{key}": result[key] for key in tasks.TASKS[name].figures}
         return found
 
@@ -280,6 +313,28 @@ class Clock:
         speed = (step - self.step) / max(now - self._since, 1e-9)
         self.step, self._since = step, now
         return speed
+
+
+class Asking:
+    """When the workers ask what is wanted of them: all after the same steps, or the same parts of a validation."""
+
+    def __init__(self, session: Session, done: int = 0):
+        self._session, self._clock = session, Clock(done)
+        self._next = done + 2  # the first is compiled
+
+    def restart(self, done: int) -> None:
+        """Begin to time anew, after something else."""
+        self._clock.restart(done)
+
+    def is_due(self, done: int) -> bool:
+        return done == self._next
+
+    def ask(self, done: int) -> Orders:
+        """What is wanted; the speed since the last time says when to ask again."""
+        timed = done - self._clock.step
+        orders = self._session.orders(self._clock.lap(done))
+        self._next = done + min(FARTHER * timed, orders.again)
+        return orders
 
 
 class Log:

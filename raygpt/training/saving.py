@@ -36,18 +36,18 @@ class Saving:
         self._limit = task.recipe.run.failed_saves
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._begun = 0.0  # when the last save was
+        self._begun, self._step = 0.0, -1  # when the last save was, and of which step
         self._failed = 0  # in a row; of rank 0
         self._newest = 0  # the last step that was committed; of rank 0
 
     def begin(self, state: Any, step: int, metrics: Any, is_end: bool = False) -> bool:
-        """Begin to save; all processes at the same step. False where the one before is not finished yet, or the
-        storage refuses: `finish` sees to it that the end is saved all the same."""
-        if not self._session.decide(lambda: self._is_free(step, is_end) and self._has_room(step)):
+        """Begin to save; all processes at the same step. False where that was begun before, the one before is not
+        finished yet, or the storage refuses: `finish` sees to it that the end is saved all the same."""
+        if step == self._step or not self._session.decide(lambda: self._is_free(step, is_end) and self._has_room(step)):
             return False
         if self._thread:
             self._thread.join()  # rank 0's has ended, so that this one only has its last lines to do
-        self._begun = time.monotonic()
+        self._begun, self._step = time.monotonic(), step
         parts, rank = checkpoints.parts_of(self._task.run_folder), self._session.rank
         part = parts / f"step-{step:08d}-{rank}"
         error: BaseException | None = None
@@ -77,6 +77,7 @@ class Saving:
         while self._session.decide(lambda: self._newest_after_waiting()) != step:
             self._session.beat(step)
             if self._session.decide(lambda: not self._is_busy() and self._pause()):
+                self._step = -1  # what was begun has failed
                 self.begin(state, step, metrics)
         self.look()
 

@@ -367,7 +367,7 @@ def test_a_spike_is_told_of_or_ends_the_run(make_task, policy, warns, ends):
 
 
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_from_there(make_task):
-    task = make_task(**{"training.checkpoint_every": 100})
+    task = make_task(**{"training.checkpoint_every": 100, "training.eval_every": 100})
     events = run(task, FakeEngine(), [Orders(), Orders(), Orders(stop=True)])  # asked after steps 2, 3 and 6
     assert events[-1] == {"event": "stopped", "step": 6}
     assert checkpoints.newest(task.run_folder)[0].step == 6
@@ -386,6 +386,59 @@ def test_a_checkpoint_is_saved_when_it_is_asked_for_and_training_goes_on(make_ta
     task = make_task(**{"training.checkpoint_every": 100})
     events = run(task, FakeEngine(), [Orders(), Orders(save=True)])
     assert [event["step"] for event in events if event.get("event") == "checkpoint"] == [3, 10]
+
+
+class MidValidation(LocalSession):
+    """Wants something when it is asked within the validation after step 4, of whose three parts two are done."""
+
+    def __init__(self, engine, wanted):
+        super().__init__()
+        self.engine, self.mid, self.asked = engine, wanted, 0
+
+    def orders(self, steps_per_s):
+        is_midst = (len(self.engine.batches), len(self.engine.scored)) == (4, 3 + 2)  # three parts before step 1
+        self.asked += is_midst
+        return self.mid if is_midst else super().orders(steps_per_s)
+
+
+def steps_of(events, kind):
+    return [event["step"] for event in events if event.get("event") == kind]
+
+
+@pytest.mark.parametrize("every", [100, 4])
+def test_a_validation_is_left_where_all_are_to_stop_and_made_up_for(make_task, every):
+    task, engine = make_task(**{"training.checkpoint_every": every}), FakeEngine()
+    session = MidValidation(engine, Orders(stop=True))
+    Loop(task, engine, session).run()
+    assert session.asked == 1
+    assert session.events[-1] == {"event": "stopped", "step": 4}
+    assert steps_of(session.events, "checkpoint") == [4]  # saved once, before the validation or for the stop
+    assert ("val", 4) not in kinds(session.events)
+    assert len(engine.scored) == 5
+    assert kinds(run(task, FakeEngine()))[:2] == [("start", None), ("val", 4)]
+
+
+def test_a_node_about_to_be_lost_is_saved_for_in_the_midst_of_a_validation(make_task):
+    class Noting(FakeEngine):
+        parts = ()
+
+        def save(self, state, folder):
+            self.parts = (*self.parts, len(self.scored))
+            super().save(state, folder)
+
+    engine = Noting()
+    session = MidValidation(engine, Orders(save=True, again=100))
+    Loop(make_task(**{"training.checkpoint_every": 100}), engine, session).run()
+    assert steps_of(session.events, "checkpoint") == [4, 10]
+    assert engine.parts[0] == 5  # with the third part still to come
+    assert ("val", 4) in kinds(session.events)
+
+
+def test_a_wish_within_the_validation_of_a_step_that_is_saved_already_is_for_the_next_one(make_task):
+    task, engine = make_task(**{"training.checkpoint_every": 4}), FakeEngine()
+    session = MidValidation(engine, Orders(save=True, again=100))
+    Loop(task, engine, session).run()
+    assert steps_of(session.events, "checkpoint") == [4, 5, 8, 10]
 
 
 # Storage that fails
@@ -611,8 +664,9 @@ class Asked(LocalSession):
 
 def test_orders_say_when_to_ask_again_at_the_latest(make_task):
     task = make_task(**{"training.log_every": 4, "training.steps": 12, "training.checkpoint_every": 100})
-    session = Asked(FakeEngine(), [Orders(again=3), Orders(again=3), Orders(save=True, again=1), Orders(save=True)])
-    Loop(task, session.engine, session).run()
+    engine = FakeEngine(micro_rows=10)  # a validation of one part, after which nobody asks
+    session = Asked(engine, [Orders(again=3), Orders(again=3), Orders(save=True, again=1), Orders(save=True)])
+    Loop(task, engine, session).run()
     assert session.after == [2, 4, 7, 8, 12]  # 4, 8 and 12 are logged
     assert [event["step"] for event in session.events if event.get("event") == "checkpoint"] == [7, 8, 12]
 
@@ -630,7 +684,7 @@ def asked_after(make_task, monkeypatch):
                 self.now += first.get(state, then)
                 return super().step(state, batch)
 
-        engine = Timed()
+        engine = Timed(micro_rows=10)
         monkeypatch.setattr("raygpt.training.loop.time", SimpleNamespace(perf_counter=lambda: engine.now))
         task = make_task(**{"training.log_every": 100, "training.steps": steps, "training.eval_every": 100})
         session = Asked(engine)
@@ -648,6 +702,27 @@ def test_steps_that_take_long_are_asked_after_though_few_are_logged(asked_after)
 def test_a_few_quick_steps_do_not_put_off_the_next_time(asked_after):
     after = asked_after(30, {0: 30, 1: 0.001, 2: 0.001}, then=1)  # batches are read while the first is compiled
     assert after == [2, 3, 5, 9, 14, 19, 24, 29, 30]  # every 5 s, once that is known
+
+
+def test_within_a_long_validation_orders_are_asked_for_as_often(make_task, monkeypatch):
+    class Timed(FakeEngine):
+        now = 0.0
+
+        def score(self, state, windows):
+            self.now += 2 if len(self.scored) % 10 else 30  # the first is compiled
+            return super().score(state, windows)
+
+    class Noting(LocalSession):
+        after = ()
+
+        def orders(self, steps_per_s):
+            self.after = (*self.after, len(engine.scored) - 10)  # ten before step 1
+            return super().orders(steps_per_s)
+
+    engine, session = Timed(micro_rows=1), Noting()
+    monkeypatch.setattr("raygpt.training.loop.time", SimpleNamespace(perf_counter=lambda: engine.now))
+    Loop(make_task(**{"training.steps": 3, "training.log_every": 100}), engine, session).run()
+    assert session.after == (0, 0, 2, 3, 5, 7, 9)  # after steps 2 and 3, then within the validation
 
 
 # Storage that fails, as it does
