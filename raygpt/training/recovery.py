@@ -128,7 +128,8 @@ class Recovery(DefaultFailurePolicy):
             return f"{who} hung: no step for {silent_s:.0f} s, the stacks are in logs/"
         if dead:
             return f"{who} died"
-        return f"{who} failed ({type(cause).__name__}: {first_line(cause)})"
+        kind, said = type(cause).__name__, first_line(cause)
+        return f"{who} failed ({kind if said == kind else f'{kind}: {said}'})"
 
 
 class SavesFirst(ElasticScalingPolicy):

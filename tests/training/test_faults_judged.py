@@ -44,7 +44,7 @@ def test_the_third_fault_at_one_step_is_no_accident(judge):
 
 def test_a_fault_without_a_word_is_told_by_its_kind(judge):
     _, said = judge(RuntimeError(" \n"))
-    assert "worker 1 failed (RuntimeError" in said[0]["text"]
+    assert "worker 1 failed (RuntimeError) after" in said[0]["text"]
     assert str(recovery.root_cause(WorkerGroupError("failed", {1: RaygptError("")}))) == "RaygptError"
 
 
