@@ -11,7 +11,7 @@ from rich.table import Table
 
 from raygpt.config import Recipe
 from raygpt.console import err, near, out, printable, program, table_of
-from raygpt.evaluation.tasks import Result
+from raygpt.evaluation.tasks import Figures
 from raygpt.inference.loaded import Loaded, Weighed
 from raygpt.recipes.explain import flat
 from raygpt.runs import OpenRun
@@ -70,7 +70,7 @@ def evaluating() -> Iterator[Callable[[str, int, int], None]]:
         yield watch
 
 
-def show_scores(loaded: Loaded, results: Mapping[str, Result]) -> None:
+def show_scores(loaded: Loaded, results: Mapping[str, Figures]) -> None:
     """A line for each score, with its standard error."""
     out.print(f"checkpoint of step {loaded.checkpoint.step} of {escape(near(loaded.run.folder))}", soft_wrap=True)
     table = Table("task", "score", "value", "± standard error", "over", box=None, pad_edge=False, padding=(0, 2, 0, 0))

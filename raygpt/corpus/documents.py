@@ -43,7 +43,7 @@ class Piece(NamedTuple):
     last: bool
 
 
-class Reader:
+class DocumentReader:
     """Reads files of a source in order. `position` says how many of their bytes (as they lie on disk) are read."""
 
     def __init__(self, source: Source, files: Sequence[File], first_row: int = 0, keep_blank: bool = False):

@@ -4,7 +4,7 @@ import itertools
 import json
 from typing import Any
 
-from raygpt.corpus.documents import Reader, open_parquet
+from raygpt.corpus.documents import DocumentReader, open_parquet
 from raygpt.corpus.mixture import is_prepared, open_prepared
 from raygpt.corpus.sources import File, Source, resolve
 from raygpt.corpus.store import TokenStore
@@ -21,7 +21,7 @@ def look(what: str, rows: int, column: str, tokenizer: str) -> dict[str, Any]:
 
 
 def _source(source: Source, rows: int) -> dict[str, Any]:
-    documents = (piece.text for piece in Reader(source, source.files).pieces() if piece.first)
+    documents = (piece.text for piece in DocumentReader(source, source.files).pieces() if piece.first)
     shown = [text[:ROW_CHARACTERS] for text in itertools.islice(documents, rows)]
     return {
         "source": source.spec,
@@ -39,7 +39,7 @@ def _schema(file: File) -> dict[str, str]:
         with open_parquet(file) as table:
             return {field.name: str(field.type) for field in table.schema_arrow}
     if file.format == "jsonl":
-        lines = Reader(Source("", (file,), "file", ""), [file]).lines(file)
+        lines = DocumentReader(Source("", (file,), "file", ""), [file]).lines(file)
         first = json.loads(next((line for line in lines if line.strip()), b"{}"))
         return {name: type(value).__name__ for name, value in first.items()}
     return {"text": "string"}

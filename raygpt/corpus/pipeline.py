@@ -19,7 +19,7 @@ import numpy as np
 
 from raygpt import storage
 from raygpt.corpus import tokenizers
-from raygpt.corpus.documents import Piece, Reader
+from raygpt.corpus.documents import DocumentReader, Piece
 from raygpt.corpus.growing import shard_name
 from raygpt.corpus.sources import File, Source
 from raygpt.corpus.store import Header, Ids, dtype_for, read_header, write_shard
@@ -47,7 +47,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Split:
+class Holdout:
     """Which documents of the train files are held out for validation."""
 
     share: float = 0.0  # of documents, by a keyed hash of their text
@@ -76,7 +76,9 @@ class Part:
     source_bytes: int
 
 
-def run(units: Sequence[Unit], split: Split, folder: str, tokenizer: str, cpus: float | None = None) -> Iterator[Part]:
+def run(
+    units: Sequence[Unit], holdout: Holdout, folder: str, tokenizer: str, cpus: float | None = None
+) -> Iterator[Part]:
     """Make the shards of these units with the tokenizer in the folder, which has this fingerprint.
 
     Only counts come out, so the driver holds nothing of the corpus. `cpus` are what it may take at once of the
@@ -96,7 +98,7 @@ def run(units: Sequence[Unit], split: Split, folder: str, tokenizer: str, cpus: 
     with ray.data.DataContext.current(context):
         rows = ray.data.from_items([{"unit": n} for n in range(len(units))], override_num_blocks=len(units))
         # different resources keep Ray from fusing the two steps, which would tokenise a file on one core
-        read = functools.partial(_read, units=tuple(units), split=split, folder=folder)
+        read = functools.partial(_read, units=tuple(units), holdout=holdout, folder=folder)
         texts = rows.flat_map(read, num_cpus=0.01, compute=ray.data.TaskPoolStrategy(size=readers), **where)
         counts = texts.map(functools.partial(_tokenise, folder=folder, tokenizer=tokenizer), num_cpus=1, **where)
         try:
@@ -136,13 +138,13 @@ def _readable(error: BaseException) -> BaseException:
     return error
 
 
-def _read(row: dict[str, Any], units: Sequence[Unit], split: Split, folder: str) -> Iterator[dict[str, Any]]:
+def _read(row: dict[str, Any], units: Sequence[Unit], holdout: Holdout, folder: str) -> Iterator[dict[str, Any]]:
     """Parts of a unit, as rows for `_tokenise`. Of a part that is a shard already only the name is handed on."""
     unit = units[row["unit"]]
     existing = storage.sizes(folder)
-    reader = Reader(unit.source, unit.files, unit.first_row, keep_blank=bool(split.rows))
+    reader = DocumentReader(unit.source, unit.files, unit.first_row, keep_blank=bool(holdout.rows))
     position = 0
-    for number, (pieces, last) in enumerate(_parts(_marked(reader.pieces(), unit, split), part_bytes(unit.source))):
+    for number, (pieces, last) in enumerate(_parts(_marked(reader.pieces(), unit, holdout), part_bytes(unit.source))):
         exists = shard_name(unit.stream, unit.number, number) in existing
         pieces = [] if exists else pieces
         texts = [piece.text.encode() for piece in pieces]
@@ -169,12 +171,12 @@ class Marked(NamedTuple):
     val: bool
 
 
-def _marked(pieces: Iterator[Piece], unit: Unit, split: Split) -> Iterator[Marked]:
+def _marked(pieces: Iterator[Piece], unit: Unit, holdout: Holdout) -> Iterator[Marked]:
     """Decide at a document's first piece on which side it is; the others follow, so it is never split."""
     val = False
     for piece in pieces:
         if piece.first:
-            val = unit.stream == "val" or split.holds_out(piece)
+            val = unit.stream == "val" or holdout.holds_out(piece)
         yield Marked(piece.text, piece.last, val)
 
 

@@ -21,9 +21,9 @@ import numpy as np
 from raygpt import storage
 from raygpt.cluster import connected
 from raygpt.corpus import pipeline, tokenizers
-from raygpt.corpus.documents import Reader, row_count
+from raygpt.corpus.documents import DocumentReader, row_count
 from raygpt.corpus.growing import shard_name
-from raygpt.corpus.pipeline import Part, Split, Unit, part_bytes
+from raygpt.corpus.pipeline import Holdout, Part, Unit, part_bytes
 from raygpt.corpus.sources import File, Source, resolve
 from raygpt.corpus.store import (
     FAILED,
@@ -121,9 +121,9 @@ def run(job: Job, folder: str, watch: Watch = lambda progress: None, cpus: float
     share = job.val if job.split == "documents" and isinstance(job.val, float) else 0.0
     parts = []
     progress, started = Progress(source_total=sum(f.size for u in units for f in u.files)), time.monotonic()
-    split = Split(share, job.split_seed, frozenset(held_out))
+    holdout = Holdout(share, job.split_seed, frozenset(held_out))
     with connected():
-        for part in pipeline.run(units, split, folder, tokenizers.fingerprint(tokenizer), cpus):
+        for part in pipeline.run(units, holdout, folder, tokenizers.fingerprint(tokenizer), cpus):
             parts.append(part)
             progress = _advance(progress, part, time.monotonic() - started)
             watch(progress)
@@ -283,7 +283,7 @@ def _sample(job: Job, budget: int) -> Iterator[str]:
     units = [unit for source in job.texts for unit in _units_of(source, "train")]
     for unit in units:
         left = max(1, budget // len(units))
-        for piece in Reader(unit.source, unit.files).pieces():
+        for piece in DocumentReader(unit.source, unit.files).pieces():
             yield piece.text[:left]
             left -= len(piece.text)
             if left <= 0:

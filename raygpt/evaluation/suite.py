@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from raygpt.errors import RaygptError
 from raygpt.evaluation import tasks, validation
-from raygpt.evaluation.tasks import TASKS, Result
+from raygpt.evaluation.tasks import TASKS, Figures
 from raygpt.inference.loaded import Loaded
 
 VALIDATION = "validation"
@@ -25,7 +25,7 @@ def evaluate(
     chosen: Chosen,
     limit: int | None = None,
     watch: Callable[[str, int, int], None] = lambda name, done, total: None,
-) -> dict[str, Result]:
+) -> dict[str, Figures]:
     """The result of each, by name; `watch` hears how far each has come."""
     results = {}
     for name, path in chosen.items():

@@ -14,17 +14,17 @@ from raygpt.errors import RaygptError
 from raygpt.evaluation.continuations import Asked, Pair, Score, Watch, score
 
 Item = dict[str, Any]
-Result = dict[str, float]
+Figures = dict[str, float]
 
 
-class Task(NamedTuple):
+class EvalTask(NamedTuple):
     """What is asked about an item, and what the answers of all items come to."""
 
     keys: tuple[str, ...]  # that an item must have
     on_the_hub: str
     figures: tuple[str, ...]  # of its result, that people quote
     pairs: Callable[[Item], list[Pair]]
-    result: Callable[[Sequence[Item], Sequence[list[Score]]], Result]
+    result: Callable[[Sequence[Item], Sequence[list[Score]]], Figures]
 
 
 def hellaswag_pairs(item: Item) -> list[Pair]:
@@ -41,7 +41,7 @@ def _without_marks(text: str) -> str:
     return text.replace("  ", " ")
 
 
-def hellaswag_result(items: Sequence[Item], scores: Sequence[list[Score]]) -> Result:
+def hellaswag_result(items: Sequence[Item], scores: Sequence[list[Score]]) -> Figures:
     """How often the true ending is the likeliest, as a whole and by its number of characters."""
     right = [hellaswag_choices(item, of_item) for item, of_item in zip(items, scores, strict=True)]
     labels = np.array([int(item["label"]) for item in items])
@@ -67,7 +67,7 @@ def lambada_pairs(item: Item) -> list[Pair]:
     return [Pair(context, f" {word}")]
 
 
-def lambada_result(items: Sequence[Item], scores: Sequence[list[Score]]) -> Result:
+def lambada_result(items: Sequence[Item], scores: Sequence[list[Score]]) -> Figures:
     """How often every token of the word is the likeliest, and the word's perplexity."""
     greedy = np.array([of_item[0].greedy for of_item in scores])
     logs = np.array([of_item[0].log_probability for of_item in scores])
@@ -86,14 +86,14 @@ def standard_error(values: Any) -> float:
 
 
 TASKS = {  # their names are those that a recipe may say
-    "hellaswag": Task(
+    "hellaswag": EvalTask(
         ("activity_label", "endings", "label"),
         "hf:Rowan/hellaswag::validation",
         ("acc", "acc_norm"),
         hellaswag_pairs,
         hellaswag_result,
     ),
-    "lambada": Task(
+    "lambada": EvalTask(
         ("text",), "hf:EleutherAI/lambada_openai:default:test", ("acc", "perplexity"), lambada_pairs, lambada_result
     ),
 }
@@ -107,7 +107,7 @@ def choose(names: Sequence[str]) -> dict[str, str | None]:
     return {name: path or None for name, _, path in (word.partition("=") for word in names)}
 
 
-def evaluate(model: Asked, name: str, items: Sequence[Item], watch: Watch = lambda done, total: None) -> Result:
+def evaluate(model: Asked, name: str, items: Sequence[Item], watch: Watch = lambda done, total: None) -> Figures:
     """What a task comes to on these items."""
     return {**TASKS[name].result(items, score_items(model, name, items, watch)), "items": len(items)}
 

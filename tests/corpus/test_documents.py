@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from raygpt.corpus import documents
-from raygpt.corpus.documents import Piece, Reader, row_count
+from raygpt.corpus.documents import DocumentReader, Piece, row_count
 from raygpt.corpus.sources import Source, resolve
 from raygpt.errors import RaygptError
 
@@ -33,7 +33,7 @@ TEXTS = ["First.\nTwo lines – and a ‘quote’.\n", "Second: naïve, 日本�
 
 def pieces(spec: str | Path, column: str = "text", **options: Any) -> list[Piece]:
     source = resolve(str(spec), column)
-    return list(Reader(source, source.files, **options).pieces())
+    return list(DocumentReader(source, source.files, **options).pieces())
 
 
 def texts(spec: str | Path, column: str = "text") -> list[str]:
@@ -90,7 +90,7 @@ def test_the_position_counts_bytes_on_disk_and_ends_at_their_sum(tmp_path: Path,
     (tmp_path / f"b.jsonl{packed}").write_bytes(PACK[packed](b'{"text": "x"}\n' * 9))
     parquet(tmp_path / "c.parquet", ["x"] * 3000)
     source = resolve(str(tmp_path))
-    reader = Reader(source, source.files)
+    reader = DocumentReader(source, source.files)
     positions = [reader.position for _ in reader.pieces()]
     assert positions == sorted(positions)
     assert positions[25_000] < 0.9 * source.size
@@ -357,7 +357,7 @@ def test_a_file_that_has_gone_is_refused(tmp_path: Path) -> None:
     source = resolve(str(path))
     path.unlink()
     with pytest.raises(RaygptError, match=r"x\.txt cannot be read \(.*No such file.*\); check it, or download"):
-        list(Reader(source, source.files).pieces())
+        list(DocumentReader(source, source.files).pieces())
 
 
 @pytest.mark.parametrize(
@@ -398,16 +398,16 @@ def test_a_limit_counts_lines_of_text_through_all_files(tmp_path: Path, limit: i
     (tmp_path / "1.txt").write_text("a\nb\n<|endoftext|>\nc\n")
     (tmp_path / "2.txt").write_text("d\ne\n")
     source = resolve(str(tmp_path), limit=limit)
-    assert [piece.text for piece in Reader(source, source.files).pieces()] == kept
+    assert [piece.text for piece in DocumentReader(source, source.files).pieces()] == kept
 
 
 def test_a_limit_counts_rows_of_tables_blank_ones_too_and_wikitexts_lines(tmp_path: Path) -> None:
     table = parquet(tmp_path / "rows.parquet", ["one", "", "two", "three"])
     source = resolve(str(table), limit=3)
-    assert [piece.text for piece in Reader(source, source.files).pieces()] == ["one", "two"]
+    assert [piece.text for piece in DocumentReader(source, source.files).pieces()] == ["one", "two"]
     (tmp_path / "wiki.txt").write_text(" \n = A = \n \n first \n \n = B = \n \n second \n")
     source = resolve(f"wikitext:{tmp_path / 'wiki.txt'}", limit=4)
-    assert [piece.text for piece in Reader(source, source.files).pieces()] == [" = A = \n \n first \n"]
+    assert [piece.text for piece in DocumentReader(source, source.files).pieces()] == [" = A = \n \n first \n"]
 
 
 def test_no_file_is_left_open_or_behind(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
@@ -415,8 +415,8 @@ def test_no_file_is_left_open_or_behind(tmp_path: Path, recwarn: pytest.Warnings
         for packed, pack in PACK.items():
             (tmp_path / f"x{ending}{packed}").write_bytes(pack(as_bytes(ending, TEXTS, tmp_path)))
     source = Source("", resolve(str(tmp_path)).files, "file", "text")
-    reader = Reader(source, source.files).pieces()
+    reader = DocumentReader(source, source.files).pieces()
     next(reader)
     del reader
-    assert len(list(Reader(source, source.files).pieces())) == 3 * len(source.files)
+    assert len(list(DocumentReader(source, source.files).pieces())) == 3 * len(source.files)
     assert not [warning for warning in recwarn if issubclass(warning.category, ResourceWarning)]

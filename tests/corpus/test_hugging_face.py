@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from hub import Hub, served
 
-from raygpt.corpus.documents import Reader
+from raygpt.corpus.documents import DocumentReader
 from raygpt.corpus.sources import PRESETS, resolve
 from raygpt.errors import RaygptError
 
@@ -48,7 +48,7 @@ def found(spec: str) -> list[str]:
 
 def texts(spec: str) -> list[str]:
     source = resolve(spec)
-    return [piece.text for piece in Reader(source, source.files).pieces()]
+    return [piece.text for piece in DocumentReader(source, source.files).pieces()]
 
 
 def refusal(spec: str) -> str:
@@ -80,7 +80,7 @@ def test_rows_are_read_from_the_commit_that_was_found_even_when_the_branch_moves
     source = resolve("hf:some/texts")
     hub.commit("some/texts", {name: parquet("something else") for name in TRAIN})
     hub.asked.clear()
-    rows = [piece.text for piece in Reader(source, source.files).pieces()]
+    rows = [piece.text for piece in DocumentReader(source, source.files).pieces()]
     assert rows == [TRAIN[0], f"{TRAIN[0]} again", TRAIN[1], f"{TRAIN[1]} again"]
     read = [asked for asked in hub.asked if "/resolve/" in asked]
     assert read
@@ -278,7 +278,7 @@ def test_a_file_that_cannot_be_read_is_said_in_one_line(hub: Hub) -> None:
     hub.commit("some/texts", {"train-0.parquet": parquet("a"), "train-1.parquet": b"no parquet"})
     source = resolve("hf:some/texts")
     with pytest.raises(RaygptError) as caught:
-        list(Reader(source, source.files).pieces())
+        list(DocumentReader(source, source.files).pieces())
     assert str(caught.value).startswith(f"{source.files[1].uri} cannot be read (Parquet magic bytes not found")
     assert "\n" not in str(caught.value)
 

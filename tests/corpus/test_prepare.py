@@ -23,8 +23,8 @@ import tokenizers as hugging_face
 from numpy.typing import NDArray
 
 from raygpt import storage
-from raygpt.corpus.documents import Piece, Reader
-from raygpt.corpus.pipeline import Marked, Split, Unit, _marked, _parts
+from raygpt.corpus.documents import DocumentReader, Piece
+from raygpt.corpus.pipeline import Holdout, Marked, Unit, _marked, _parts
 from raygpt.corpus.prepare import Progress, prepare
 from raygpt.corpus.sources import Source, resolve
 from raygpt.corpus.store import TokenStore, TokenStream
@@ -191,7 +191,7 @@ def test_a_document_in_pieces_goes_where_its_first_piece_goes() -> None:
     texts = [words(seed, 20) for seed in range(40)]
     unit = Unit("train", 0, Source("", (), "file", "text"), (), 0)
     pieces = [Piece(text, row // 4, first=row % 4 == 0, last=row % 4 == 3) for row, text in enumerate(texts)]
-    marked = list(_marked(iter(pieces), unit, Split(0.5, 7)))
+    marked = list(_marked(iter(pieces), unit, Holdout(0.5, 7)))
     assert [mark.val for mark in marked] == [is_val(texts[row // 4 * 4], 0.5, 7) for row in range(40)]
     assert len({mark.val for mark in marked}) == 2
     assert [(mark.text, mark.ends) for mark in marked] == [(piece.text, piece.last) for piece in pieces]
@@ -202,7 +202,7 @@ def test_a_long_document_is_whole_on_one_side(tmp_path: Path) -> None:
     around = [words(seed, 50) for seed in range(10, 90)]
     source = text_file(tmp_path / "x.txt", [*around[:40], long, *around[40:]])
     found = resolve(source)
-    assert sum(piece.row == 40 for piece in Reader(found, found.files).pieces()) == 2
+    assert sum(piece.row == 40 for piece in DocumentReader(found, found.files).pieces()) == 2
     store = prepare(source, str(tmp_path / "store"), "bytes", val=0.3)
     assert len(list((tmp_path / "store").glob("train-*"))) == 2  # each has a part of it
     train, val = sides(around[:40], 0.3)

@@ -106,7 +106,7 @@ class Saver:
                     self._host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=gpu is not None)
 
 
-class Reader:
+class CheckpointReader:
     """The tensors in a folder, whole or in part."""
 
     def __init__(self, folder: str):
@@ -154,17 +154,17 @@ def _slices(lows: list[int], highs: list[int], origin: list[int]) -> tuple[slice
 
 def read_parameters(folder: str, model: Model, vocab: int) -> dict[str, Any]:
     """The parameters in a checkpoint under Hugging Face's names; AdamW's averages are not read."""
-    return _arrays(Reader(folder), PARAMETERS, model, vocab)
+    return _arrays(CheckpointReader(folder), PARAMETERS, model, vocab)
 
 
 def read_weights(folder: str, model: Model, vocab: int) -> Weights:
     """A checkpoint on the host, as both engines and the outside world understand it."""
-    reader = Reader(folder)
+    reader = CheckpointReader(folder)
     parameters, means, squares = (_arrays(reader, kind, model, vocab) for kind in (PARAMETERS, MEANS, SQUARES))
     return Weights(parameters, means, squares, reader.index["step"])
 
 
-def _arrays(reader: Reader, kind: str, model: Model, vocab: int) -> dict[str, Any]:
+def _arrays(reader: CheckpointReader, kind: str, model: Model, vocab: int) -> dict[str, Any]:
     whole = {name: reader.read(f"{kind}/{name}") for name in reader.names(kind)}
     return {
         hugging_face_name(name): to_hugging_face(name, tensor, vocab, model.heads).contiguous().numpy()

@@ -14,7 +14,7 @@ from torch import Tensor
 from raygpt.cluster import cores, memory_for_work
 from raygpt.config import Recipe
 from raygpt.engines.base import Devices, Weights
-from raygpt.engines.torch.checkpoint import FORMAT, Reader, Saver, Share
+from raygpt.engines.torch.checkpoint import FORMAT, CheckpointReader, Saver, Share
 from raygpt.engines.torch.initial import initial
 from raygpt.engines.torch.loss import Objective
 from raygpt.engines.torch.memory import recompute
@@ -172,7 +172,7 @@ class TorchEngine:
 
     def restore(self, folder: str) -> State:
         """The state that was saved there, by any number of processes."""
-        reader = Reader(folder)
+        reader = CheckpointReader(folder)
         state = self._blank(reader.index["step"])
         for kind, name, tensor in state.tensors():
             local(tensor).copy_(reader.read(f"{kind}/{name}", where(tensor, self.mesh)))

@@ -15,7 +15,7 @@ from raygpt.engines.torch.loss import graded
 from raygpt.engines.torch.model import GPT, accurate
 from raygpt.engines.torch.names import from_hugging_face, hugging_face_name
 
-Result = tuple[NDArray[np.floating[Any]], Any]
+LogitsAndCache = tuple[NDArray[np.floating[Any]], Any]
 FEW = 16  # rows, up to which a product takes as long as reading its kernel
 
 
@@ -71,12 +71,12 @@ class TorchReader:
             parameter.copy_(from_hugging_face(name, theirs, self.vocab, self.model.heads))
         return gpt.eval()
 
-    def prefill(self, state: GPT, ids: NDArray[np.int32]) -> Result:
+    def prefill(self, state: GPT, ids: NDArray[np.int32]) -> LogitsAndCache:
         """Read prompts [rows, time]: logits [rows, vocabulary] of what follows, and a cache."""
         return self.decode(state, ids, 0, state.empty_cache(len(ids)))
 
     @torch.inference_mode()
-    def decode(self, state: GPT, ids: NDArray[np.int32], start: int, cache: Any) -> Result:
+    def decode(self, state: GPT, ids: NDArray[np.int32], start: int, cache: Any) -> LogitsAndCache:
         """The same for ids [rows, time] that follow `start` earlier ones."""
         with self._autocast:
             hidden = state.extend(self._put(ids), start, cache)[:, -1]
