@@ -90,6 +90,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder):
+    return in_one(make_engine, folder)
+
+
+def in_one(make_engine, folder):
     """Numbers of each step, scores, text and weights after; its checkpoint of half way lies in `folder`."""
     torch.set_num_threads(1)
     engine = make_engine()

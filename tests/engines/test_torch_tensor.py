@@ -16,6 +16,7 @@ from test_torch_processes import (  # noqa: E402
     WINDOWS,
     assert_same_results,
     compiled,
+    in_one,
     results,
     saved,
     together,
@@ -51,14 +52,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """Numbers of each step, and what is known after; its checkpoint of half way lies in `folder`."""
-    torch.set_num_threads(1)
-    engine = make_engine()
-    before, state = train(engine, engine.start(), range(HALF))
-    engine.save(state, str(folder / "alone"))
-    engine.wait_for_save()
-    after, state = train(engine, state, range(HALF, STEPS))
-    return np.concatenate([before, after]), results(engine, state)
+    return in_one(make_engine, folder)
 
 
 # In two
