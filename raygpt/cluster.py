@@ -50,6 +50,14 @@ def connected(cpus: int | None = None) -> Iterator[None]:
         ray.shutdown()
 
 
+def is_our_own() -> bool:
+    """Whether this process started the Ray cluster that it is on: it has one node, which stays, and ends with it."""
+    import ray._private.worker
+
+    node: Any = ray._private.worker._global_node
+    return node is not None and bool(node.is_head())
+
+
 def _connect(address: str | None, cpus: int) -> None:
     import ray
 

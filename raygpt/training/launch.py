@@ -238,7 +238,6 @@ def fit(
     poll: Callable[[], None] = lambda: None,
 ) -> BaseException | None:
     """Run a function in every worker; `watch` sees the mailbox's events as they come. What went wrong, if anything."""
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # Ray's 2 s are felt at a run's start and end
     if workers.is_elastic:  # Ray waits a minute for nodes that are gone; it is for them to come, not for code to start
         os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
     ensure_room(workers, lambda text: watch({"event": "waiting", "text": text}))

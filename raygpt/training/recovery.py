@@ -6,28 +6,36 @@ comes back at the same step.
 
 import contextlib
 import errno
+import os
 import time
-from typing import Any
+from typing import Any, cast
 
 import ray
-from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
+from ray.train.v2._internal.constants import HEALTH_CHECK_INTERVAL_S_ENV_VAR, get_env_vars_to_propagate
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure
 from ray.train.v2._internal.execution.scaling_policy import (
     ElasticScalingPolicy,
+    FixedScalingPolicy,
     NoopDecision,
     ResizeDecision,
     ScalingDecision,
 )
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from raygpt.cluster import is_our_own
 from raygpt.errors import RaygptError, StorageError, first_line
 from raygpt.training.mailbox import on_this_node
 
 DEATHS = (ray.exceptions.RayActorError, WorkerHealthCheckFailedError)
 REPEATED = 3  # faults at one step end the run
+LOOKED_S = 0.5  # between two looks at the workers; Ray's 2 s are felt at a run's start and end
+ON_OTHERS_CLUSTERS = (PlacementGroupCleanerCallback, PreemptionCallback)  # which outlive a run, and lose nodes
 DISK_TROUBLE = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 STORAGE_S = 10.0  # that a storage which failed is given before workers ask it again
 ENDED_S = 10.0  # that workers are given to end in good order
@@ -45,13 +53,17 @@ class Trainer(DataParallelTrainer):
     def _initialize_and_run_controller(self, **parts: Any) -> Any:
         """Ray has no way to name a policy of one's own, nor to end a run from another thread: so its controller is
         made here, where `fit` makes it."""
-        config = self.run_config.failure_config
+        config, scaling, is_ours = self.run_config.failure_config, cast("Any", self.scaling_config), is_our_own()
         parts["failure_policy"] = Recovery(config, self._mailbox, self._hang_after)
-        if isinstance(self.scaling_config.num_workers, tuple):
-            parts["scaling_policy"] = SavesFirst(self.scaling_config, self._mailbox)
-        environment = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}
-        options = {"num_cpus": 0, "runtime_env": {"env_vars": environment}, "scheduling_strategy": on_this_node()}
-        self._controller = ray.remote(**options)(TrainController).remote(**parts)
+        if isinstance(scaling.num_workers, tuple):
+            parts["scaling_policy"] = SavesFirst(scaling, self._mailbox)
+        elif is_ours:
+            parts["scaling_policy"] = AsksNobody(scaling)
+        options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": on_this_node()}
+        if environment := get_env_vars_to_propagate():  # with one of its own no process that Ray has ready will do
+            options["runtime_env"] = {"env_vars": environment}
+        unused = (DatasetsCallback, *(ON_OTHERS_CLUSTERS if is_ours else ()))
+        self._controller = ray.remote(**options)(Controller).remote(unused, **parts)
         ray.get(self._controller.run.remote())
         return ray.get(self._controller.get_result.remote())
 
@@ -61,6 +73,19 @@ class Trainer(DataParallelTrainer):
             with contextlib.suppress(ray.exceptions.RayError):  # it ends itself, or is busy or gone
                 ray.get(self._controller.abort.remote(), timeout=ENDED_S)
             ray.kill(self._controller)  # its workers go with it
+
+
+class Controller(TrainController):
+    """Ray's, which looks at its workers more often, and without callbacks that are of no use here: each starts a
+    process that takes a second or two of a core just when the workers start."""
+
+    def __init__(self, unused: tuple[type, ...], **parts: Any):
+        parts["callbacks"] = [one for one in parts["callbacks"] if not isinstance(one, unused)]
+        super().__init__(**parts)
+        used = [one for one in self._worker_group_callbacks_to_propagate if not isinstance(one, unused)]
+        self._worker_group_callbacks_to_propagate = used
+        if HEALTH_CHECK_INTERVAL_S_ENV_VAR not in os.environ:
+            self._health_check_interval_s = LOOKED_S
 
 
 class Recovery(DefaultFailurePolicy):
@@ -130,6 +155,15 @@ class Recovery(DefaultFailurePolicy):
             return f"{who} died"
         kind, said = type(cause).__name__, first_line(cause)
         return f"{who} failed ({kind if said == kind else f'{kind}: {said}'})"
+
+
+class AsksNobody(FixedScalingPolicy):
+    """So many workers, where there is no autoscaler that could make room for them."""
+
+    def _send_resource_request(self) -> None:
+        pass
+
+    _maybe_send_resource_request = _cancel_resource_request = _send_resource_request
 
 
 class SavesFirst(ElasticScalingPolicy):

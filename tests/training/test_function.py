@@ -5,13 +5,14 @@ import logging
 import re
 
 import pytest
+from ray._private.state import actors
 
 import raygpt
 from raygpt.errors import RaygptError
 from raygpt.training import function
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def look():
     """A function inside another: Ray sends it by value, for its workers cannot import this file."""
 
@@ -27,20 +28,27 @@ def look():
     return look
 
 
-def test_the_last_of_each_metric_comes_back_and_every_report_is_seen(ray_cluster, look, tmp_path):
-    seen = []
-    result = raygpt.run(
-        look,
-        {"word": "hello"},
-        cluster={"workers": 2, "accelerator": "cpu"},
-        storage_path=str(tmp_path),
-        watch=seen.append,
-    )
+@pytest.fixture(scope="module")
+def looked(ray_cluster, look, tmp_path_factory):
+    """What came back of two workers that looked, what was seen meanwhile, and the actors that were started."""
+    seen, before, home = [], set(actors()), str(tmp_path_factory.mktemp("runs"))
+    cluster = {"workers": 2, "accelerator": "cpu"}
+    result = raygpt.run(look, {"word": "hello"}, cluster=cluster, storage_path=home, name="looked", watch=seen.append)
     assert result.error is None
+    assert result.path == f"{home}/looked"
+    return result, seen, [actor["ActorClassName"] for id, actor in actors().items() if id not in before]
+
+
+def test_the_last_of_each_metric_comes_back_and_every_report_is_seen(looked):
+    result, seen, _ = looked
     assert result.metrics.pop("threads") >= 16  # with one for each core, two all-reduces at once block each other
     assert result.metrics == {"loss": 0.5, "from": "hello", "processes": 2}
     assert [report["loss"] for report in seen] == [1.0, 0.5]
-    assert result.path.startswith(str(tmp_path))
+
+
+def test_on_a_cluster_of_our_own_no_process_is_started_that_a_run_does_not_need(looked):
+    *_, started = looked
+    assert sorted(started) == ["Controller", "Mailbox", "RayTrainWorker", "RayTrainWorker", "SynchronizationActor"]
 
 
 def test_what_cannot_be_is_said_before_anything_starts(look):
