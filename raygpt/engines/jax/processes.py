@@ -1,7 +1,12 @@
 """This process as one of several that compute a JAX program together."""
 
+import contextlib
+import fcntl
 import os
 from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 from raygpt.storage import cache_folder
 
@@ -23,6 +28,7 @@ def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cores
         import jax
 
         jax.distributed.initialize(address, workers, rank)
+        _keep_from_every_process()
 
 
 def use_cores(cores: int) -> None:
@@ -44,8 +50,37 @@ def set_up(deterministic: bool = False) -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_exclude_nondeterministic_ops=true"
     import jax
 
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+    jax.config.update("jax_compilation_cache_dir", str(_kept()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)  # small models compile in less than 1 s
+
+
+def _kept() -> Path:
+    return cache_folder() / "compiled"
+
+
+def _keep_from_every_process() -> None:
+    """JAX keeps only what process 0 compiles. The other nodes, and on CPUs the other processes, whose programs are not
+    quite the same, would compile everything at each start, also after a fault, while the first one waits for them."""
+    from jax._src import distributed
+
+    compiler: Any = import_module("jax._src.compiler")
+    write, state = getattr(compiler, "_cache_write", None), distributed.global_state
+    if write is None:  # another JAX: no more is lost than time
+        return
+    with contextlib.suppress(OSError):
+        _kept().mkdir(parents=True, exist_ok=True)
+
+    def write_as_first(*arguments: Any) -> None:
+        # A disk that is full is no reason to end
+        with contextlib.suppress(OSError), (_kept() / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # several may have compiled the same, and JAX writes in place
+            rank, state.process_id = state.process_id, 0
+            try:
+                write(*arguments)
+            finally:
+                state.process_id = rank
+
+    compiler._cache_write = write_as_first
 
 
 def leave() -> None:

@@ -1,0 +1,61 @@
+"""JAX processes that compute together: what each compiled is there when it starts again."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import sys
+from raygpt.engines.jax.processes import join, leave, set_up
+join(sys.argv[2], 2, int(sys.argv[1]), gpus=[], cores=1)
+set_up()
+import jax, jax.numpy as jnp
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+said = []
+jax.monitoring.register_event_listener(lambda event, **_: said.append(event.rpartition("/")[2]))
+both = jax.sharding.NamedSharding(jax.make_mesh((2,), ("data",)), jax.sharding.PartitionSpec("data"))
+table = jax.jit(lambda: jnp.arange(8.0).reshape(2, 4), out_shardings=both)()
+assert float(jax.jit(jnp.sum)(table)) == 28.0  # over both
+told = [said.count("cache_hits"), said.count("cache_misses")]
+leave()
+print(told)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start both processes: how many programs each found compiled, and how many not."""
+
+    def start():
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        environment = {
+            **os.environ,
+            "XDG_CACHE_HOME": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        command = [sys.executable, "-c", SCRIPT]
+        both = [
+            subprocess.Popen([*command, str(rank), address], env=environment, stdout=subprocess.PIPE, text=True)
+            for rank in range(2)
+        ]
+        try:
+            return [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in both]
+        finally:
+            for process in both:
+                process.kill()
+
+    return start
+
+
+def test_what_every_process_compiled_is_there_at_the_next_start(start):
+    first, again = start(), start()
+    programs = [hits + misses for hits, misses in first]
+    assert min(programs) >= 2
+    assert [misses for _, misses in first] == programs
+    assert again == [[count, 0] for count in programs]
