@@ -10,9 +10,8 @@ import pytest
 
 SCRIPT = """
 import sys
-from raygpt.engines.jax.processes import join, leave, set_up
+from raygpt.engines.jax.processes import join, leave
 join(sys.argv[2], 2, int(sys.argv[1]), gpus=[], cores=1)
-set_up()
 import jax, jax.numpy as jnp
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 said = []

@@ -24,6 +24,7 @@ def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cores
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
     use_cores(cores)
+    keep_compiled()
     if workers > 1:
         import jax
 
@@ -42,12 +43,17 @@ def use_cores(cores: int) -> None:
 
 
 def set_up(deterministic: bool = False) -> None:
-    """What is compiled is kept on this machine, for the next run.
+    """For a recipe's engine: what is compiled is kept.
 
     `deterministic` leaves out, on GPUs, sums whose order is left to chance, and kernels chosen by their speed just now.
     """
     if deterministic:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_exclude_nondeterministic_ops=true"
+    keep_compiled()
+
+
+def keep_compiled() -> None:
+    """On this machine, for the next run."""
     import jax
 
     jax.config.update("jax_compilation_cache_dir", str(_kept()))
