@@ -51,11 +51,11 @@ def connected(cpus: int | None = None) -> Iterator[None]:
 
 
 def is_our_own() -> bool:
-    """Whether this process started the Ray cluster that it is on: it has one node, which stays, and ends with it."""
+    """Whether this process started the Ray cluster that it is on, and no other node has joined: it ends with us."""
     import ray._private.worker
 
     node: Any = ray._private.worker._global_node
-    return node is not None and bool(node.is_head())
+    return node is not None and bool(node.is_head()) and len(ray.nodes()) == 1  # type: ignore[no-untyped-call]
 
 
 def _connect(address: str | None, cpus: int) -> None:
