@@ -22,8 +22,7 @@ def train(config):
 
     recipe, corpus = config["recipe"], config["corpus"]
     context, training = recipe.model.context, recipe.training
-    rows = training.batch_tokens // context
-    feed = corpus.feed(context=context, batch_rows=rows, order=recipe.data.order, seed=training.seed)
+    feed = corpus.feed(context=context, batch_rows=recipe.rows, order=recipe.data.order, seed=training.seed)
     engine = JaxEngine(recipe, corpus.tokenizer.vocab)
     saved = get_checkpoint()  # where workers were lost and are started again
     state = engine.restore(saved.path) if saved else engine.start()
@@ -35,7 +34,7 @@ def train(config):
         if step % training.log_every == 0:
             report({"step": step, "train_loss": engine.read(metrics)["loss"]})
         if step % training.eval_every == 0:
-            windows = val_windows([store.val for store in corpus.stores], context, rows)
+            windows = val_windows([store.val for store in corpus.stores], context, recipe.rows)
             losses = np.concatenate([engine.score(state, some) for some in windows])
             with TemporaryDirectory() as folder:  # for this worker's share; Ray puts those of all together
                 engine.save(state, f"{folder}/share")

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import os
 from collections.abc import Sequence
 from importlib import import_module
@@ -29,7 +30,6 @@ def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cores
         import jax
 
         jax.distributed.initialize(address, workers, rank)
-        _keep_from_every_process()
 
 
 def use_cores(cores: int) -> None:
@@ -58,12 +58,14 @@ def keep_compiled() -> None:
 
     jax.config.update("jax_compilation_cache_dir", str(_kept()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)  # small models compile in less than 1 s
+    _keep_from_every_process()
 
 
 def _kept() -> Path:
     return cache_folder() / "compiled"
 
 
+@functools.cache  # once in a process: join and set_up both ask for it, and on TPUs, where Ray joins them, set_up alone
 def _keep_from_every_process() -> None:
     """JAX keeps only what process 0 compiles. The other nodes, and on CPUs the other processes, whose programs are not
     quite the same, would compile everything at each start, also after a fault, while the first one waits for them."""
