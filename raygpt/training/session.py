@@ -183,9 +183,10 @@ class RaySession:
             import ray
 
             ray.get(self._mailbox.begin.remote())
+            is_restart = self._metrics.keep_until(step, is_validated)
             if self._listener:
                 self._listener.begin(step)
-            if self._metrics.keep_until(step, is_validated):
+            if is_restart:
                 self.record({"step": step, "restart": True})
 
     def beat(self, step: int) -> None:

@@ -7,15 +7,16 @@
 
 A thread does the telling, so training never waits for a server. A tracker that fails is left out from there on, with
 a warning: no run ends because somebody who watches it could not be reached. After a restart the same tracker's run is
-gone on with, found by the run's folder, and a step is not told twice.
+gone on with, found by the run's folder: it is told again from metrics.jsonl what it may have lost with the process that
+was killed, and no step twice.
 """
 
 import hashlib
 import importlib.util
-import json
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,8 +39,8 @@ class Tracker(Protocol):
 
     sent: dict[str, int]  # metric -> the last step that it has of it
 
-    def begin(self, after: int) -> None:
-        """What comes next is of the steps after this one."""
+    def begin(self, after: int) -> bool:
+        """What comes next is of the steps after this one; whether it may lack some of what was logged until there."""
         ...
 
     def send(self, step: int, metrics: Mapping[str, float], time: float) -> None: ...
@@ -69,34 +70,30 @@ def start_tracking(recipe: Recipe, run_folder: str, warn: Callable[[str], None])
         makers["track.wandb"] = lambda: Wandb(project, recipe, run_folder)
     if uri := recipe.track.mlflow:
         makers["track.mlflow"] = lambda: Mlflow(uri, recipe, run_folder)
-    return Tracking(makers, warn)
+    return Tracking(makers, run_folder, warn)
 
 
 class Tracking:
     """Tells all trackers, in a thread of its own."""
 
-    def __init__(self, makers: Mapping[str, Callable[[], Tracker]], warn: Callable[[str], None]):
-        self._makers, self._warn = makers, warn
+    def __init__(self, makers: Mapping[str, Callable[[], Tracker]], run_folder: str, warn: Callable[[str], None]):
+        self._makers, self._run_folder, self._warn = makers, run_folder, warn
         self._trackers: dict[str, Tracker] = {}
         self._waiting: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def begin(self, after: int) -> None:
-        self._waiting.put(lambda tracker: tracker.begin(after))
+        def begin(tracker: Tracker) -> None:
+            lines = logged.read(self._run_folder) if tracker.begin(after) else []
+            for line in lines:
+                if line["step"] <= after:
+                    _tell(tracker, line)
+
+        self._waiting.put(begin)
 
     def record(self, event: Event) -> None:
-        """A line of metrics; what a tracker has of that step already is left out."""
-        metrics = {name: float(event[name]) for name in (*SENT, *SCORES) if event.get(name) is not None}
-        metrics |= {"restarts": 1.0} if event.get("restart") else {}
-        step, moment = int(event["step"]), float(event.get("time", 0.0))
-
-        def tell(tracker: Tracker) -> None:
-            new = {name: value for name, value in metrics.items() if step > tracker.sent.get(name, -1)}
-            if new:
-                tracker.send(step, new, moment)
-
-        self._waiting.put(tell)
+        self._waiting.put(lambda tracker: _tell(tracker, event))
 
     def close(self) -> None:
         """Until everything is told, or a minute has passed."""
@@ -119,27 +116,45 @@ class Tracking:
             self._warn(f"{name} failed ({first_line(error)}) and is not told any more; the run goes on")
 
 
+def _tell(tracker: Tracker, event: Event) -> None:
+    """A line of metrics, less what the tracker has of that step already."""
+    step = int(event["step"])
+    metrics = {name: float(event[name]) for name in (*SENT, *SCORES) if event.get(name) is not None}
+    metrics |= {"restarts": 1.0} if event.get("restart") else {}
+    new = {name: value for name, value in metrics.items() if step > tracker.sent.get(name, -1)}
+    if new:
+        tracker.send(step, new, float(event.get("time", 0.0)))
+        tracker.sent |= dict.fromkeys(new, step)
+
+
 class TensorBoard:
-    """Event files in RUN/tensorboard: tensorboard --logdir RUN."""
+    """Event files in RUN/tensorboard: tensorboard --logdir RUN. Each line is in them at once: a kill costs none."""
 
     def __init__(self, run_folder: str):
         self.sent: dict[str, int] = {}
-        self._folder = storage.join(run_folder, "tensorboard")
+        self._folder = Path(storage.join(run_folder, "tensorboard"))
         self._writer: Any = None
 
-    def begin(self, after: int) -> None:
-        """From here on what older files say of later steps does not count."""
-        from tensorboardX import SummaryWriter
+    def begin(self, after: int) -> bool:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        self.close()
-        is_new = not Path(self._folder).is_dir()
-        purge = None if is_new else after + 1
+        is_new = not self._folder.is_dir()
+        self._folder.mkdir(exist_ok=True)
         # Files are named by the second, and read in the order of their names.
-        self._writer = SummaryWriter(self._folder, purge_step=purge, filename_suffix=f".{after:012d}", flush_secs=10)
+        self._writer = EventsWriter(str(self._folder / "events"), f".{after:012d}")
+        if not is_new:  # what older files say of later steps does not count any more
+            start = SessionLog(status=SessionLog.START)
+            self._writer.write_event(Event(wall_time=time.time(), step=after + 1, session_log=start))
+        return is_new
 
     def send(self, step: int, metrics: Mapping[str, float], time: float) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step, walltime=time)
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.write_event(Event(wall_time=time, step=step, summary=Summary(value=values)))
+        self._writer.flush()
 
     def close(self) -> None:
         if self._writer:
@@ -149,14 +164,13 @@ class TensorBoard:
 class Wandb:
     """A run of a Weights & Biases project; offline with WANDB_MODE=offline, its files then lie in RUN/wandb.
 
-    An offline run cannot ask what an earlier process sent, so that is kept beside it.
+    Lines wait in memory before they are written or sent, and are lost with a process that is killed. Online, W&B says
+    where its run ends; an offline run cannot know, so each process's folder gets the whole run: the newest counts.
     """
 
     def __init__(self, project: str, recipe: Recipe, run_folder: str):
         import wandb
 
-        self._marks = storage.join(run_folder, "wandb-sent.json")
-        self.sent: dict[str, int] = json.loads(storage.read_bytes(self._marks)) if storage.exists(self._marks) else {}
         self._run: Any = wandb.init(
             project=project,
             id=_id_of(run_folder),
@@ -166,17 +180,19 @@ class Wandb:
             resume="allow",
             settings=wandb.Settings(silent=True, console="off", disable_git=True),
         )
+        self.sent = dict.fromkeys((*SENT, *SCORES, "restarts"), self._run.starting_step - 1)
 
-    def begin(self, after: int) -> None:
-        """It has the steps that it has: they are the same when they come again."""
+    def begin(self, after: int) -> bool:
+        return True
 
     def send(self, step: int, metrics: Mapping[str, float], time: float) -> None:
         self._run.log({**metrics, "time": time}, step=step)
-        self.sent |= dict.fromkeys(metrics, step)
-        storage.write_bytes(self._marks, json.dumps(self.sent).encode())
 
     def close(self) -> None:
+        import wandb
+
         self._run.finish()
+        wandb.teardown()  # its service writes the end of the file after that, and is waited for here
 
 
 class Mlflow:
@@ -210,8 +226,9 @@ class Mlflow:
             self._client.log_batch(run, params=params[first : first + 100])
         return str(run)
 
-    def begin(self, after: int) -> None:
+    def begin(self, after: int) -> bool:
         self._client.update_run(self._run, status="RUNNING")
+        return True
 
     def send(self, step: int, metrics: Mapping[str, float], time: float) -> None:
         from mlflow.entities import Metric
@@ -255,10 +272,11 @@ class RayMetrics:
             gauge.set_default_tags(tags)
         self._restarts = len(logged.restarts(logged.read(run_folder)))
 
-    def begin(self, after: int) -> None:
+    def begin(self, after: int) -> bool:
         """A gauge, not a counter: a counter would begin at zero in each new process."""
         self._gauges["step"].set(after)
         self._gauges["restarts"].set(self._restarts)
+        return False
 
     def send(self, step: int, metrics: Mapping[str, float], time: float) -> None:
         self._restarts += int(metrics.get("restarts", 0))

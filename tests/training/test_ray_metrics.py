@@ -47,7 +47,7 @@ def test_prometheus_reads_what_a_worker_recorded(scrape, tmp_path):
         def record(self):
             from raygpt.training.tracking import Tracking
 
-            told = Tracking({"it": lambda: RayMetrics(str(folder))}, print)
+            told = Tracking({"it": lambda: RayMetrics(str(folder))}, str(folder), print)
             told.begin(5)
             told.record({"step": 5, "restart": True, "time": 1.0})
             told.record({"step": 6, "loss": 2.5, "tokens_per_s": 1e6, "mfu": 0.4, "data_wait_s": 0.25, "time": 2.0})

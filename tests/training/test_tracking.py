@@ -1,15 +1,19 @@
 """Trackers, each told for real and read back by something other than what wrote it; and what a restart does."""
 
 import json
+import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
+from raygpt.runs import metrics
 from raygpt.training import tracking
 from raygpt.training.tracking import Mlflow, RayMetrics, TensorBoard, Tracking, Wandb, require
 
@@ -33,15 +37,54 @@ def events(first, last):
             yield {"step": step, "val_loss": 9.5, "time": 1.7e9 + step}
 
 
-def tell(make, first, last):
+def log(folder, first, last):
+    """metrics.jsonl of a run that went on after the step before the first."""
+    file = Path(folder) / "metrics.jsonl"
+    kept = [line for line in metrics.read(folder) if line["step"] < first]
+    file.write_text("".join(json.dumps(line) + "\n" for line in [*kept, *events(first, last)]))
+
+
+def tell(make, folder, first, last):
     """A process of its own, as far as a tracker can see: made, told of some steps, closed."""
     warnings = []
-    told = Tracking({"it": make}, warnings.append)
+    log(folder, first, last)
+    told = Tracking({"it": make}, folder, warnings.append)
     told.begin(after=first - 1)
     for event in events(first, last):
         told.record(event)
     told.close()
     assert warnings == []
+
+
+TOLD_AND_KILLED = """
+import os, signal, sys
+from raygpt.recipes import load_recipe
+from raygpt.runs import metrics
+from raygpt.training.tracking import Mlflow, TensorBoard, Tracking, Wandb
+
+make, folder, home = sys.argv[1:]
+recipe = load_recipe("tiny", {"run.name": "mine", "run.storage": home})
+
+class Killer:
+    sent = {}
+    begin = lambda self, after: False
+    def send(self, step, metrics, time):
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+told = Tracking({"it": lambda: eval(make), "killer": Killer}, folder, print)
+told.begin(0)
+for line in metrics.read(folder):
+    told.record(line)
+told.close()
+"""
+
+
+def tell_and_kill(make, folder, tmp_path):
+    """A real process that is killed as soon as a tracker was told of step 6."""
+    log(folder, 1, 6)
+    run = subprocess.run([sys.executable, "-c", TOLD_AND_KILLED, make, folder, tmp_path], check=False)
+    assert run.returncode == -signal.SIGKILL
 
 
 @pytest.fixture
@@ -57,19 +100,26 @@ def tensorboard_events(folder):
     return read
 
 
-def test_tensorboard_has_every_step_once_after_a_restart(folder, tensorboard_events):
+def test_tensorboard_has_every_step_once_after_a_kill(folder, tensorboard_events, tmp_path):
     pytest.importorskip("tensorboardX")
-    tell(lambda: TensorBoard(folder), 1, 6)
-    tell(lambda: TensorBoard(folder), 4, 8)  # killed after step 6, gone on after the checkpoint of step 3
+    tell_and_kill("TensorBoard(folder)", folder, tmp_path)
+    tell(lambda: TensorBoard(folder), folder, 4, 8)  # killed after step 6, gone on after the checkpoint of step 3
     assert tensorboard_events("loss") == [(step, step / 4) for step in range(1, 9)]
     assert tensorboard_events("val_loss") == [(4, 9.5)]
     assert tensorboard_events("lr")[0][1] == pytest.approx(1e-3)
 
 
+def test_a_tracker_that_is_new_to_a_run_gets_all_of_it(folder, tensorboard_events):
+    pytest.importorskip("tensorboardX")
+    log(folder, 1, 6)
+    tell(lambda: TensorBoard(folder), folder, 7, 8)
+    assert tensorboard_events("loss") == [(step, step / 4) for step in range(1, 9)]
+
+
 def test_mlflow_goes_on_with_the_same_run_and_has_every_step_once(folder, recipe, tmp_path):
     mlflow = pytest.importorskip("mlflow")
-    tell(lambda: Mlflow(True, recipe, folder), 1, 6)
-    tell(lambda: Mlflow(True, recipe, folder), 4, 8)
+    tell_and_kill("Mlflow(True, recipe, folder)", folder, tmp_path)
+    tell(lambda: Mlflow(True, recipe, folder), folder, 4, 8)
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("raygpt").experiment_id])
     history = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "loss")]
@@ -81,7 +131,7 @@ def test_mlflow_goes_on_with_the_same_run_and_has_every_step_once(folder, recipe
 
 def test_mlflow_writes_plain_files_where_that_is_asked_for(folder, recipe, tmp_path):
     pytest.importorskip("mlflow")
-    tell(lambda: Mlflow(f"file://{tmp_path}/mlruns", recipe, folder), 1, 2)
+    tell(lambda: Mlflow(f"file://{tmp_path}/mlruns", recipe, folder), folder, 1, 2)
     (losses,) = (tmp_path / "mlruns").rglob("metrics/loss")
     assert [line.split()[1:3] for line in losses.read_text().splitlines()] == [["0.25", "1"], ["0.5", "2"]]
 
@@ -106,17 +156,36 @@ def wandb_history(file):
                 yield items["_step"], items
 
 
-def test_wandb_offline_leaves_its_files_and_has_every_step_once(folder, recipe, tmp_path, monkeypatch):
+def test_wandb_offline_has_every_step_once_in_the_newest_folder(folder, recipe, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    tell(lambda: Wandb("a-project", recipe, folder), 1, 6)
+    tell_and_kill("Wandb('a-project', recipe, folder)", folder, tmp_path)
     time.sleep(1)  # its folders are named by the second
-    tell(lambda: Wandb("a-project", recipe, folder), 4, 8)
-    files = sorted((tmp_path / "mine" / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert len({file.name for file in files}) == 1  # one id, which wandb sync makes one run of
-    history = [line for file in files for line in wandb_history(file)]
+    tell(lambda: Wandb("a-project", recipe, folder), folder, 4, 8)
+    killed, newest = sorted((tmp_path / "mine" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert killed.name == newest.name  # one id: the same run
+    history = list(wandb_history(newest))
     assert [(step, items["loss"]) for step, items in history if "loss" in items] == [(n, n / 4) for n in range(1, 9)]
     assert [(step, items["val_loss"]) for step, items in history if "val_loss" in items] == [(4, 9.5)]
+
+
+def test_wandb_online_is_told_what_its_server_lacks(folder, recipe, monkeypatch):
+    """A killed process had sent the steps until 4; its own file says 6, and the run went on after 5."""
+    wandb, sent = pytest.importorskip("wandb"), []
+
+    class Run:
+        starting_step = 5
+
+        def log(self, metrics, step):
+            sent.append((step, metrics["loss"]))
+
+        def finish(self):
+            sent.append("finished")
+
+    monkeypatch.setattr(wandb, "init", lambda **settings: Run())
+    log(folder, 1, 6)
+    tell(lambda: Wandb("a-project", recipe, folder), folder, 6, 7)
+    assert sent == [(5, 5 / 4), (6, 6 / 4), (7, 7 / 4), "finished"]
 
 
 class Broken:
@@ -126,7 +195,7 @@ class Broken:
         self.sent = {}
 
     def begin(self, after):
-        pass
+        return True
 
     def send(self, step, metrics, time):
         raise ConnectionError("server is down\nwith a traceback")
@@ -153,13 +222,13 @@ class Patient(Broken):
 FAR_OFF = {"skipped": 1.0, "spikes": 4.0, "lambada_acc": 0.5}
 
 
-def test_a_tracker_that_fails_is_left_out_with_one_warning_and_training_waits_for_none():
+def test_a_tracker_that_fails_is_left_out_with_one_warning_and_training_waits_for_none(folder):
     warnings, patient = [], Patient()
 
     def cannot_start():
         raise OSError("no such host")
 
-    told = Tracking({"a": Broken, "b": lambda: patient, "c": cannot_start}, warnings.append)
+    told = Tracking({"a": Broken, "b": lambda: patient, "c": cannot_start}, folder, warnings.append)
     told.begin(0)
     told.record({"step": 1, "loss": 2.0, "time": 5.0, "mfu": None})
     told.record({"step": 1, "restart": True})
@@ -247,7 +316,7 @@ def test_ray_metrics_count_the_restarts_of_a_runs_whole_life(folder, tmp_path, m
 
 def test_a_recipe_starts_what_it_names_beside_rays_metrics(folder, monkeypatch):
     made = []
-    monkeypatch.setattr(tracking, "Tracking", lambda makers, warn: made.extend(makers))
+    monkeypatch.setattr(tracking, "Tracking", lambda makers, run_folder, warn: made.extend(makers))
     recipe = load_recipe("tiny", ["track.tensorboard=true", "track.wandb=p", "track.mlflow=true"])
     tracking.start_tracking(recipe, folder, print)
     assert made == ["Ray metrics", "track.tensorboard", "track.wandb", "track.mlflow"]
