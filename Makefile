@@ -25,13 +25,16 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format raygpt tests benchmarks examples
 	$(BIN)/ruff check --fix raygpt tests benchmarks examples
 
-# The suite against a wheel in an environment and a folder of its own: what users install, not what lies here.
+# The suite against a wheel in an environment and a folder of its own: what users install, not what lies here. Only the
+# packages that it needs are .venv's: a second copy of them would be minutes of installing the same.
 WHEEL_TESTS ?= tests
+PACKAGES := "import sysconfig; print(sysconfig.get_path('purelib'))"
 test-wheel: $(VENV)/installed-dev
 	$(eval OUTSIDE := $(shell mktemp -d))
 	$(BIN)/python -m build --wheel --outdir $(OUTSIDE)/dist .
 	$(PYTHON) -m venv $(OUTSIDE)/venv
-	$(OUTSIDE)/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls $(OUTSIDE)/dist/*.whl)[dev]"
+	$(OUTSIDE)/venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(OUTSIDE)/dist/*.whl
+	$(BIN)/python -c $(PACKAGES) > "$$($(OUTSIDE)/venv/bin/python -c $(PACKAGES))/venv.pth"
 	cp -r tests $(OUTSIDE)/
 	cd $(OUTSIDE) && RAYGPT_CHECKOUT=$(CURDIR) venv/bin/python -m pytest $(WHEEL_TESTS)
 	rm -rf $(OUTSIDE)
