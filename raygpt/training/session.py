@@ -270,6 +270,12 @@ class RaySession:
         if self._listener:
             self._listener.close()
 
+    def fail(self) -> None:
+        """An error ends this worker: what was logged is kept, and told."""
+        self.flush()
+        if self._listener:
+            self._listener.close(is_well=False)
+
 
 class Listener(Protocol):
     """Who else is told of the metrics: see tracking.py."""
@@ -278,4 +284,4 @@ class Listener(Protocol):
 
     def record(self, event: Event) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, is_well: bool = True) -> None: ...

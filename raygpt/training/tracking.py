@@ -5,8 +5,8 @@
     tracking.record({"step": 110, "loss": 3.2, …})        # each line of metrics.jsonl, as it is logged
     tracking.close()
 
-A thread does the telling, so training never waits for a server. A tracker that fails is left out from there on, with
-a warning: no run ends because somebody who watches it could not be reached. After a restart the same tracker's run is
+Threads do the telling, so training never waits for a server. A tracker that fails is left out from there on, with a
+warning: no run ends because somebody who watches it could not be reached. After a restart the same tracker's run is
 gone on with, found by the run's folder: it is told again from metrics.jsonl what it may have lost with the process that
 was killed, and no step twice.
 """
@@ -17,9 +17,9 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from raygpt import storage
 from raygpt.config import Recipe, Track
@@ -30,22 +30,31 @@ from raygpt.runs import metrics as logged
 from raygpt.training.session import Event
 
 SENT = ("loss", "val_loss", "lr", "grad_norm", "skipped", "spikes", "tokens", "tokens_per_s", "mfu", "data_wait_s")
+NAMES = (*SENT, *SCORES, "restarts")
 EXTRAS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}  # the extra's name and its module
 CLOSING_S = 60.0  # what is left unsent after that is not worth waiting for
+FAILED_S = 10.0  # the same where an error ends the run
+
+
+class Numbers(NamedTuple):
+    """What a line of metrics has for a tracker."""
+
+    step: int
+    metrics: dict[str, float]
+    time: float
 
 
 class Tracker(Protocol):
     """One of those who are told."""
 
-    sent: dict[str, int]  # metric -> the last step that it has of it
+    had: dict[str, int]  # metric -> the last step that it had of it when it was made
 
-    def begin(self, after: int) -> bool:
-        """What comes next is of the steps after this one; whether it may lack some of what was logged until there."""
-        ...
+    def send(self, lines: Sequence[Numbers]) -> None: ...
 
-    def send(self, step: int, metrics: Mapping[str, float], time: float) -> None: ...
+    def close(self, is_well: bool) -> None: ...
 
-    def close(self) -> None: ...
+
+Make = Callable[[int], Tracker]  # a tracker of a run that begins, or goes on after a step
 
 
 def require(track: Track, run_folder: str) -> None:
@@ -63,102 +72,116 @@ def require(track: Track, run_folder: str) -> None:
 
 def start_tracking(recipe: Recipe, run_folder: str, warn: Callable[[str], None]) -> "Tracking":
     """All that a recipe asks for, and Ray's metrics."""
-    makers: dict[str, Callable[[], Tracker]] = {"Ray metrics": lambda: RayMetrics(run_folder)}
+    makers: dict[str, Make] = {"Ray metrics": lambda after: RayMetrics(run_folder, after)}
     if recipe.track.tensorboard:
-        makers["track.tensorboard"] = lambda: TensorBoard(run_folder)
+        makers["track.tensorboard"] = lambda after: TensorBoard(run_folder, after)
     if project := recipe.track.wandb:
-        makers["track.wandb"] = lambda: Wandb(project, recipe, run_folder)
+        makers["track.wandb"] = lambda after: Wandb(project, recipe, run_folder)
     if uri := recipe.track.mlflow:
-        makers["track.mlflow"] = lambda: Mlflow(uri, recipe, run_folder)
+        makers["track.mlflow"] = lambda after: Mlflow(uri, recipe, run_folder)
     return Tracking(makers, run_folder, warn)
 
 
 class Tracking:
-    """Tells all trackers, in a thread of its own."""
+    """Tells all trackers, each in a thread of its own: none waits for another."""
 
-    def __init__(self, makers: Mapping[str, Callable[[], Tracker]], run_folder: str, warn: Callable[[str], None]):
+    def __init__(self, makers: Mapping[str, Make], run_folder: str, warn: Callable[[str], None]):
         self._makers, self._run_folder, self._warn = makers, run_folder, warn
-        self._trackers: dict[str, Tracker] = {}
-        self._waiting: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
+        self._tellers: list[_Teller] = []
 
     def begin(self, after: int) -> None:
-        def begin(tracker: Tracker) -> None:
-            lines = logged.read(self._run_folder) if tracker.begin(after) else []
-            for line in lines:
-                if line["step"] <= after:
-                    _tell(tracker, line)
-
-        self._waiting.put(begin)
+        try:
+            lines = [line for line in logged.read(self._run_folder) if line["step"] <= after]
+        except (OSError, RaygptError) as error:
+            self._warn(f"what was logged so far is not told to trackers ({first_line(error)})")
+            lines = []
+        self._tellers = [
+            _Teller(name, lambda make=make: make(after), lines, self._warn)  # type: ignore[misc]
+            for name, make in self._makers.items()
+        ]
 
     def record(self, event: Event) -> None:
-        self._waiting.put(lambda tracker: _tell(tracker, event))
+        for teller in self._tellers:
+            teller.waiting.put(event)
 
-    def close(self) -> None:
-        """Until everything is told, or a minute has passed."""
-        self._waiting.put(lambda tracker: tracker.close())
-        self._waiting.put(None)
-        self._thread.join(CLOSING_S)
+    def close(self, is_well: bool = True) -> None:
+        """Until everything is told, or time is up."""
+        until = time.monotonic() + (CLOSING_S if is_well else FAILED_S)
+        for teller in self._tellers:
+            teller.waiting.put(is_well)
+        for teller in self._tellers:
+            teller.join(max(0.0, until - time.monotonic()))
 
-    def _work(self) -> None:
-        for name, make in self._makers.items():
-            self._try(name, lambda name=name, make=make: self._trackers.update({name: make()}))  # type: ignore[misc]
-        while (tell := self._waiting.get()) is not None:
-            for name, tracker in list(self._trackers.items()):
-                self._try(name, lambda tell=tell, tracker=tracker: tell(tracker))  # type: ignore[misc]
 
-    def _try(self, name: str, work: Callable[[], Any]) -> None:
+class _Teller(threading.Thread):
+    """Tells one tracker: first what it lacks of earlier lines, then all that wait, at once where there are several."""
+
+    def __init__(
+        self, name: str, make: Callable[[], Tracker], lines: Sequence[Event], warn: Callable[[str], None]
+    ) -> None:
+        super().__init__(daemon=True)
+        self._named, self._make, self._lines, self._warn = name, make, lines, warn
+        self.waiting: queue.SimpleQueue[Event | bool] = queue.SimpleQueue()  # at the end, whether all is well
+        self.start()
+
+    def run(self) -> None:
         try:
-            work()
-        except Exception as error:
-            self._trackers.pop(name, None)
-            self._warn(f"{name} failed ({first_line(error)}) and is not told any more; the run goes on")
+            tracker, end = self._make(), None
+            _tell(tracker, self._lines)
+            while end is None:
+                events = [self.waiting.get()]
+                while not self.waiting.empty():
+                    events.append(self.waiting.get())
+                end = next((event for event in events if isinstance(event, bool)), None)
+                _tell(tracker, [event for event in events if not isinstance(event, bool)])
+            tracker.close(end)
+        except (Exception, SystemExit) as error:  # W&B exits where its service has failed
+            self._warn(f"{self._named} failed ({first_line(error)}) and is not told any more; the run goes on")
 
 
-def _tell(tracker: Tracker, event: Event) -> None:
-    """A line of metrics, less what the tracker has of that step already."""
-    step = int(event["step"])
-    metrics = {name: float(event[name]) for name in (*SENT, *SCORES) if event.get(name) is not None}
-    metrics |= {"restarts": 1.0} if event.get("restart") else {}
-    new = {name: value for name, value in metrics.items() if step > tracker.sent.get(name, -1)}
-    if new:
-        tracker.send(step, new, float(event.get("time", 0.0)))
-        tracker.sent |= dict.fromkeys(new, step)
+def _tell(tracker: Tracker, events: Sequence[Event]) -> None:
+    """Lines of metrics, less what the tracker had of them already."""
+    lines = []
+    for event in events:
+        step = int(event["step"])
+        metrics = {name: float(event[name]) for name in (*SENT, *SCORES) if event.get(name) is not None}
+        metrics |= {"restarts": 1.0} if event.get("restart") else {}
+        new = {name: value for name, value in metrics.items() if step > tracker.had.get(name, -1)}
+        if new:
+            lines.append(Numbers(step, new, float(event.get("time", 0.0))))
+    if lines:
+        tracker.send(lines)
 
 
 class TensorBoard:
     """Event files in RUN/tensorboard: tensorboard --logdir RUN. Each line is in them at once: a kill costs none."""
 
-    def __init__(self, run_folder: str):
-        self.sent: dict[str, int] = {}
-        self._folder = Path(storage.join(run_folder, "tensorboard"))
-        self._writer: Any = None
-
-    def begin(self, after: int) -> bool:
+    def __init__(self, run_folder: str, after: int):
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        is_new = not self._folder.is_dir()
-        self._folder.mkdir(exist_ok=True)
+        folder = Path(storage.join(run_folder, "tensorboard"))
+        is_new = not folder.is_dir()
+        folder.mkdir(exist_ok=True)
         # Files are named by the second, and read in the order of their names.
-        self._writer = EventsWriter(str(self._folder / "events"), f".{after:012d}")
-        if not is_new:  # what older files say of later steps does not count any more
+        self._writer: Any = EventsWriter(str(folder / "events"), f".{after:012d}")
+        self.had: dict[str, int] = {}
+        if not is_new:  # what older files say of this step, which may be validated again, and of later ones is void
+            self.had = dict.fromkeys(NAMES, after - 1)
             start = SessionLog(status=SessionLog.START)
-            self._writer.write_event(Event(wall_time=time.time(), step=after + 1, session_log=start))
-        return is_new
+            self._writer.write_event(Event(wall_time=time.time(), step=after, session_log=start))
 
-    def send(self, step: int, metrics: Mapping[str, float], time: float) -> None:
+    def send(self, lines: Sequence[Numbers]) -> None:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.write_event(Event(wall_time=time, step=step, summary=Summary(value=values)))
+        for line in lines:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in line.metrics.items()]
+            self._writer.write_event(Event(wall_time=line.time, step=line.step, summary=Summary(value=values)))
         self._writer.flush()
 
-    def close(self) -> None:
-        if self._writer:
-            self._writer.close()
+    def close(self, is_well: bool) -> None:
+        self._writer.close()
 
 
 class Wandb:
@@ -180,18 +203,16 @@ class Wandb:
             resume="allow",
             settings=wandb.Settings(silent=True, console="off", disable_git=True),
         )
-        self.sent = dict.fromkeys((*SENT, *SCORES, "restarts"), self._run.starting_step - 1)
+        self.had = dict.fromkeys(NAMES, self._run.starting_step - 1)
 
-    def begin(self, after: int) -> bool:
-        return True
+    def send(self, lines: Sequence[Numbers]) -> None:
+        for line in lines:
+            self._run.log({**line.metrics, "time": line.time}, step=line.step)
 
-    def send(self, step: int, metrics: Mapping[str, float], time: float) -> None:
-        self._run.log({**metrics, "time": time}, step=step)
-
-    def close(self) -> None:
+    def close(self, is_well: bool) -> None:
         import wandb
 
-        self._run.finish()
+        self._run.finish(exit_code=0 if is_well else 1)
         wandb.teardown()  # its service writes the end of the file after that, and is waited for here
 
 
@@ -205,8 +226,9 @@ class Mlflow:
         home = run_folder.rpartition("/")[0]
         self._client: Any = MlflowClient(tracking_uri=f"sqlite:///{home}/mlflow.db" if uri is True else str(uri))
         self._run = self._find(run_folder) or self._make(recipe, run_folder)
-        names = self._client.get_run(self._run).data.metrics
-        self.sent = {name: max(m.step for m in self._client.get_metric_history(self._run, name)) for name in names}
+        self._client.update_run(self._run, status="RUNNING")
+        latest = self._client.get_run(self._run).data._metric_objs  # by their steps; `metrics` has only the values
+        self.had = {metric.key: metric.step for metric in latest}
 
     def _find(self, run_folder: str) -> str | None:
         experiment = self._client.get_experiment_by_name("raygpt")
@@ -226,19 +248,19 @@ class Mlflow:
             self._client.log_batch(run, params=params[first : first + 100])
         return str(run)
 
-    def begin(self, after: int) -> bool:
-        self._client.update_run(self._run, status="RUNNING")
-        return True
-
-    def send(self, step: int, metrics: Mapping[str, float], time: float) -> None:
+    def send(self, lines: Sequence[Numbers]) -> None:
         from mlflow.entities import Metric
 
-        self._client.log_batch(
-            self._run, metrics=[Metric(name, value, int(time * 1000), step) for name, value in metrics.items()]
-        )
+        metrics = [
+            Metric(name, value, int(line.time * 1000), line.step)
+            for line in lines
+            for name, value in line.metrics.items()
+        ]
+        for first in range(0, len(metrics), 1000):  # as many as a request may hold
+            self._client.log_batch(self._run, metrics=metrics[first : first + 1000])
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run)
+    def close(self, is_well: bool) -> None:
+        self._client.set_terminated(self._run, status="FINISHED" if is_well else "FAILED")
 
 
 class RayMetrics:
@@ -259,10 +281,10 @@ class RayMetrics:
         "restarts": "How often the run was started anew.",
     }
 
-    def __init__(self, run_folder: str):
+    def __init__(self, run_folder: str, after: int):
         from ray.util.metrics import Gauge
 
-        self.sent: dict[str, int] = {}
+        self.had: dict[str, int] = {}
         tags = {"run": run_folder.rstrip("/").rsplit("/", 1)[-1]}
         self._gauges = {
             name: Gauge(f"raygpt_{name}", description=text, tag_keys=("run",))
@@ -270,20 +292,21 @@ class RayMetrics:
         }
         for gauge in self._gauges.values():
             gauge.set_default_tags(tags)
-        self._restarts = len(logged.restarts(logged.read(run_folder)))
+        self._restarts = 0.0  # a gauge, not a counter: a counter would begin at zero in each new process
+        self._set({"step": after})
 
-    def begin(self, after: int) -> bool:
-        """A gauge, not a counter: a counter would begin at zero in each new process."""
-        self._gauges["step"].set(after)
-        self._gauges["restarts"].set(self._restarts)
-        return False
+    def send(self, lines: Sequence[Numbers]) -> None:
+        last: dict[str, float] = {}
+        for line in lines:
+            last |= {**line.metrics, "step": line.step}
+            self._restarts += line.metrics.get("restarts", 0.0)
+        self._set(last)
 
-    def send(self, step: int, metrics: Mapping[str, float], time: float) -> None:
-        self._restarts += int(metrics.get("restarts", 0))
-        for name, value in {**metrics, "step": step, "restarts": self._restarts}.items():
+    def _set(self, values: Mapping[str, float]) -> None:
+        for name, value in {**values, "restarts": self._restarts}.items():
             self._gauges[name].set(value)
 
-    def close(self) -> None:
+    def close(self, is_well: bool) -> None:
         """They go with the process."""
 
 

@@ -38,8 +38,9 @@ def work(config: dict[str, Any]) -> None:
     engine = make_engine(task.recipe, task.tokenizer.vocab, session)
     try:
         Loop(task, engine, session).run()
-    finally:
-        session.flush()
+    except BaseException:
+        session.fail()
+        raise
 
 
 def _find_run(run_folder: str) -> None:

@@ -1,5 +1,6 @@
 """A run's metrics in Ray's Prometheus endpoint, scraped as Prometheus scrapes it; and the Grafana board's names."""
 
+import contextlib
 import importlib.util
 import json
 import re
@@ -14,7 +15,7 @@ from raygpt.training.tracking import RayMetrics
 
 @pytest.fixture
 def scrape(ray_cluster):
-    """Samples of a run, name -> value, as soon as Ray's agent has them; it collects every few seconds."""
+    """Samples of a run, name -> value, as soon as they are as wanted: Ray's agent collects every few seconds."""
     import ray
 
     if not all(importlib.util.find_spec(name) for name in ("aiohttp_cors", "opencensus")):
@@ -23,12 +24,13 @@ def scrape(ray_cluster):
     endpoint = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
 
     def read(run, wanted):
-        deadline = time.monotonic() + 120
+        deadline, text = time.monotonic() + 120, ""
         while True:
-            text = urllib.request.urlopen(endpoint, timeout=30).read().decode()
+            with contextlib.suppress(OSError):  # it may not listen yet
+                text = urllib.request.urlopen(endpoint, timeout=30).read().decode()
             lines = re.findall(r"^ray_raygpt_(\w+)\{([^}]*)\} (\S+)$", text, re.MULTILINE)
             found = {name: float(value) for name, labels, value in lines if f'run="{run}"' in labels}
-            if wanted <= set(found) or time.monotonic() > deadline:
+            if found == wanted or time.monotonic() > deadline:
                 return found
             time.sleep(0.5)
 
@@ -47,7 +49,7 @@ def test_prometheus_reads_what_a_worker_recorded(scrape, tmp_path):
         def record(self):
             from raygpt.training.tracking import Tracking
 
-            told = Tracking({"it": lambda: RayMetrics(str(folder))}, str(folder), print)
+            told = Tracking({"it": lambda after: RayMetrics(str(folder), after)}, str(folder), print)
             told.begin(5)
             told.record({"step": 5, "restart": True, "time": 1.0})
             told.record({"step": 6, "loss": 2.5, "tokens_per_s": 1e6, "mfu": 0.4, "data_wait_s": 0.25, "time": 2.0})
@@ -56,7 +58,7 @@ def test_prometheus_reads_what_a_worker_recorded(scrape, tmp_path):
     worker = Worker.remote()
     ray.get(worker.record.remote())
     wanted = {"step": 6.0, "loss": 2.5, "tokens_per_s": 1e6, "mfu": 0.4, "data_wait_s": 0.25, "restarts": 2.0}
-    assert scrape("scraped", set(wanted)) == wanted
+    assert scrape("scraped", wanted) == wanted
     ray.kill(worker)
 
 

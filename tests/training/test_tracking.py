@@ -15,7 +15,7 @@ from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.runs import metrics
 from raygpt.training import tracking
-from raygpt.training.tracking import Mlflow, RayMetrics, TensorBoard, Tracking, Wandb, require
+from raygpt.training.tracking import Mlflow, Numbers, RayMetrics, TensorBoard, Tracking, Wandb, require
 
 
 @pytest.fixture
@@ -54,6 +54,7 @@ def tell(make, folder, first, last):
         told.record(event)
     told.close()
     assert warnings == []
+    assert not any(teller.is_alive() for teller in told._tellers)
 
 
 TOLD_AND_KILLED = """
@@ -65,25 +66,29 @@ from raygpt.training.tracking import Mlflow, TensorBoard, Tracking, Wandb
 make, folder, home = sys.argv[1:]
 recipe = load_recipe("tiny", {"run.name": "mine", "run.storage": home})
 
-class Killer:
-    sent = {}
-    begin = lambda self, after: False
-    def send(self, step, metrics, time):
-        if step == 6:
+class Killed:
+    def __init__(self, tracker):
+        self.had, self.tracker = tracker.had, tracker
+
+    def send(self, lines):
+        self.tracker.send([line for line in lines if line.step <= LAST])
+        if lines[-1].step >= LAST:
             os.kill(os.getpid(), signal.SIGKILL)
 
-told = Tracking({"it": lambda: eval(make), "killer": Killer}, folder, print)
+told = Tracking({"it": lambda after: Killed(eval(make))}, folder, print)
+lines = metrics.read(folder)
 told.begin(0)
-for line in metrics.read(folder):
+for line in lines:
     told.record(line)
 told.close()
 """
 
 
-def tell_and_kill(make, folder, tmp_path):
-    """A real process that is killed as soon as a tracker was told of step 6."""
+def tell_and_kill(make, folder, tmp_path, last=6):
+    """A real process that logs six steps, and is killed as soon as a tracker was told of the last."""
     log(folder, 1, 6)
-    run = subprocess.run([sys.executable, "-c", TOLD_AND_KILLED, make, folder, tmp_path], check=False)
+    code = TOLD_AND_KILLED.replace("LAST", str(last))
+    run = subprocess.run([sys.executable, "-c", code, make, folder, tmp_path], check=False)
     assert run.returncode == -signal.SIGKILL
 
 
@@ -102,8 +107,8 @@ def tensorboard_events(folder):
 
 def test_tensorboard_has_every_step_once_after_a_kill(folder, tensorboard_events, tmp_path):
     pytest.importorskip("tensorboardX")
-    tell_and_kill("TensorBoard(folder)", folder, tmp_path)
-    tell(lambda: TensorBoard(folder), folder, 4, 8)  # killed after step 6, gone on after the checkpoint of step 3
+    tell_and_kill("TensorBoard(folder, after)", folder, tmp_path)
+    tell(lambda after: TensorBoard(folder, after), folder, 5, 8)  # killed after step 6, gone on after step 4
     assert tensorboard_events("loss") == [(step, step / 4) for step in range(1, 9)]
     assert tensorboard_events("val_loss") == [(4, 9.5)]
     assert tensorboard_events("lr")[0][1] == pytest.approx(1e-3)
@@ -112,14 +117,15 @@ def test_tensorboard_has_every_step_once_after_a_kill(folder, tensorboard_events
 def test_a_tracker_that_is_new_to_a_run_gets_all_of_it(folder, tensorboard_events):
     pytest.importorskip("tensorboardX")
     log(folder, 1, 6)
-    tell(lambda: TensorBoard(folder), folder, 7, 8)
+    tell(lambda after: TensorBoard(folder, after), folder, 7, 8)
     assert tensorboard_events("loss") == [(step, step / 4) for step in range(1, 9)]
 
 
-def test_mlflow_goes_on_with_the_same_run_and_has_every_step_once(folder, recipe, tmp_path):
+@pytest.mark.parametrize("last", [2, 6])  # of what is gone on with it lacked step 3; it had all, and more
+def test_mlflow_goes_on_with_the_same_run_and_has_every_step_once(last, folder, recipe, tmp_path):
     mlflow = pytest.importorskip("mlflow")
-    tell_and_kill("Mlflow(True, recipe, folder)", folder, tmp_path)
-    tell(lambda: Mlflow(True, recipe, folder), folder, 4, 8)
+    tell_and_kill("Mlflow(True, recipe, folder)", folder, tmp_path, last=last)
+    tell(lambda after: Mlflow(True, recipe, folder), folder, 4, 8)
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("raygpt").experiment_id])
     history = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "loss")]
@@ -131,7 +137,7 @@ def test_mlflow_goes_on_with_the_same_run_and_has_every_step_once(folder, recipe
 
 def test_mlflow_writes_plain_files_where_that_is_asked_for(folder, recipe, tmp_path):
     pytest.importorskip("mlflow")
-    tell(lambda: Mlflow(f"file://{tmp_path}/mlruns", recipe, folder), folder, 1, 2)
+    tell(lambda after: Mlflow(f"file://{tmp_path}/mlruns", recipe, folder), folder, 1, 2)
     (losses,) = (tmp_path / "mlruns").rglob("metrics/loss")
     assert [line.split()[1:3] for line in losses.read_text().splitlines()] == [["0.25", "1"], ["0.5", "2"]]
 
@@ -161,7 +167,7 @@ def test_wandb_offline_has_every_step_once_in_the_newest_folder(folder, recipe, 
     monkeypatch.setenv("WANDB_MODE", "offline")
     tell_and_kill("Wandb('a-project', recipe, folder)", folder, tmp_path)
     time.sleep(1)  # its folders are named by the second
-    tell(lambda: Wandb("a-project", recipe, folder), folder, 4, 8)
+    tell(lambda after: Wandb("a-project", recipe, folder), folder, 4, 8)
     killed, newest = sorted((tmp_path / "mine" / "wandb").glob("offline-run-*/run-*.wandb"))
     assert killed.name == newest.name  # one id: the same run
     history = list(wandb_history(newest))
@@ -179,28 +185,25 @@ def test_wandb_online_is_told_what_its_server_lacks(folder, recipe, monkeypatch)
         def log(self, metrics, step):
             sent.append((step, metrics["loss"]))
 
-        def finish(self):
-            sent.append("finished")
+        def finish(self, exit_code):
+            sent.append(f"finished with {exit_code}")
 
     monkeypatch.setattr(wandb, "init", lambda **settings: Run())
     log(folder, 1, 6)
-    tell(lambda: Wandb("a-project", recipe, folder), folder, 6, 7)
-    assert sent == [(5, 5 / 4), (6, 6 / 4), (7, 7 / 4), "finished"]
+    tell(lambda after: Wandb("a-project", recipe, folder), folder, 6, 7)
+    assert sent == [(5, 5 / 4), (6, 6 / 4), (7, 7 / 4), "finished with 0"]
 
 
 class Broken:
     """Fails as soon as it is told something."""
 
-    def __init__(self):
-        self.sent = {}
+    def __init__(self, after):
+        self.had = {}
 
-    def begin(self, after):
-        return True
-
-    def send(self, step, metrics, time):
+    def send(self, lines):
         raise ConnectionError("server is down\nwith a traceback")
 
-    def close(self):
+    def close(self, is_well):
         raise AssertionError("it was left out before")
 
 
@@ -208,15 +211,15 @@ class Patient(Broken):
     """Takes everything, as slowly as the test says."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(after=0)
         self.got, self.go_on = [], threading.Event()
 
-    def send(self, step, metrics, time):
+    def send(self, lines):
         self.go_on.wait(60)
-        self.got.append((step, metrics))
+        self.got += [(line.step, line.metrics) for line in lines]
 
-    def close(self):
-        self.got.append("closed")
+    def close(self, is_well):
+        self.got.append("closed" if is_well else "failed")
 
 
 FAR_OFF = {"skipped": 1.0, "spikes": 4.0, "lambada_acc": 0.5}
@@ -225,10 +228,10 @@ FAR_OFF = {"skipped": 1.0, "spikes": 4.0, "lambada_acc": 0.5}
 def test_a_tracker_that_fails_is_left_out_with_one_warning_and_training_waits_for_none(folder):
     warnings, patient = [], Patient()
 
-    def cannot_start():
+    def cannot_start(after):
         raise OSError("no such host")
 
-    told = Tracking({"a": Broken, "b": lambda: patient, "c": cannot_start}, folder, warnings.append)
+    told = Tracking({"a": Broken, "b": lambda after: patient, "c": cannot_start}, folder, warnings.append)
     told.begin(0)
     told.record({"step": 1, "loss": 2.0, "time": 5.0, "mfu": None})
     told.record({"step": 1, "restart": True})
@@ -241,6 +244,33 @@ def test_a_tracker_that_fails_is_left_out_with_one_warning_and_training_waits_fo
         "a failed (server is down) and is not told any more; the run goes on",
         "c failed (no such host) and is not told any more; the run goes on",
     ]
+
+
+def test_a_tracker_hears_that_the_run_failed_and_what_waited_comes_at_once(folder):
+    patient, calls = Patient(), []
+    patient.send = lambda lines: (patient.go_on.wait(60), calls.append([line.step for line in lines]))
+    told = Tracking({"it": lambda after: patient}, folder, print)
+    told.begin(0)
+    for step in range(1, 6):
+        told.record({"step": step, "loss": 1.0})
+    patient.go_on.set()
+    told.close(is_well=False)
+    assert [step for steps in calls for step in steps] == [1, 2, 3, 4, 5]
+    assert len(calls) <= 3  # while the first was waited for, the others came
+    assert patient.got == ["failed"]
+
+
+def test_a_log_that_cannot_be_read_is_no_reason_to_end(folder, monkeypatch):
+    warnings = []
+
+    def broken(run_folder):
+        raise RaygptError("s3 does not answer")
+
+    monkeypatch.setattr(metrics, "read", broken)
+    told = Tracking({"it": Broken}, folder, warnings.append)
+    told.begin(5)
+    told.close()
+    assert warnings[0] == "what was logged so far is not told to trackers (s3 does not answer)"
 
 
 @pytest.mark.parametrize(("name", "value"), [("tensorboard", True), ("wandb", "p"), ("mlflow", True)])
@@ -288,14 +318,13 @@ def test_a_wrong_tracker_is_refused_in_one_line(override, message):
         load_recipe("tiny", [override])
 
 
-def test_ray_metrics_count_the_restarts_of_a_runs_whole_life(folder, tmp_path, monkeypatch):
+def test_ray_metrics_count_the_restarts_of_a_runs_whole_life(folder, monkeypatch):
     """Gauges as they are set; the endpoint is scraped in test_ray_metrics.py."""
-    (tmp_path / "mine" / "metrics.jsonl").write_text('{"step": 5, "restart": true}\n{"step": 6, "loss": 1.0}\n{"st')
     seen = {}
 
     class Gauge:
         def __init__(self, name, description, tag_keys):
-            self.name = name
+            self.name = name.removeprefix("raygpt_")
 
         def set_default_tags(self, tags):
             assert tags == {"run": "mine"}
@@ -304,14 +333,16 @@ def test_ray_metrics_count_the_restarts_of_a_runs_whole_life(folder, tmp_path, m
             seen[self.name] = value
 
     monkeypatch.setattr("ray.util.metrics.Gauge", Gauge)
-    metrics = RayMetrics(folder)
-    metrics.begin(after=5)
-    assert seen == {"raygpt_step": 5, "raygpt_restarts": 1}
-    metrics.send(5, {"restarts": 1.0}, 0.0)
-    metrics.send(6, {"loss": 2.5, "mfu": 0.4}, 0.0)
-    assert seen == {"raygpt_step": 6, "raygpt_restarts": 2, "raygpt_loss": 2.5, "raygpt_mfu": 0.4}
-    metrics.send(7, dict.fromkeys((*tracking.SENT, *tracking.SCORES), 3.0), 0.0)  # each has a gauge
-    assert (seen["raygpt_skipped"], seen["raygpt_spikes"], seen["raygpt_hellaswag_acc_norm"]) == (3.0, 3.0, 3.0)
+    gauges = RayMetrics(folder, after=5)
+    assert seen == {"step": 5, "restarts": 0}
+    gauges.send(
+        [Numbers(3, {"restarts": 1.0}, 0.0), Numbers(5, {"loss": 2.5}, 0.0), Numbers(5, {"restarts": 1.0}, 0.0)]
+    )
+    assert seen == {"step": 5, "restarts": 2, "loss": 2.5}
+    gauges.send([Numbers(6, {"loss": 2.25, "mfu": 0.4}, 0.0)])
+    assert seen == {"step": 6, "restarts": 2, "loss": 2.25, "mfu": 0.4}
+    gauges.send([Numbers(7, dict.fromkeys((*tracking.SENT, *tracking.SCORES), 3.0), 0.0)])  # each has a gauge
+    assert (seen["skipped"], seen["spikes"], seen["hellaswag_acc_norm"]) == (3.0, 3.0, 3.0)
 
 
 def test_a_recipe_starts_what_it_names_beside_rays_metrics(folder, monkeypatch):
