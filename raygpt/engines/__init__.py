@@ -1,6 +1,7 @@
 """What computes a recipe: JAX or PyTorch. Each is imported only when it is asked for."""
 
-from importlib import import_module
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Any
 
 from raygpt.config import Model
@@ -15,6 +16,15 @@ def require(name: str, implementation: str = "raygpt") -> None:
     """
     if name == "torch":
         require_torch(implementation)
+
+
+def for_gpus(name: str) -> str | None:
+    """What to install for an engine to use NVIDIA's GPUs, where what is installed here cannot."""
+    if name == "jax" and not find_spec("jax_plugins") and not metadata.entry_points(group="jax_plugins"):
+        return "pip install 'raygpt[cuda]'"
+    if name == "torch" and metadata.version("torch").endswith("+cpu"):
+        return "install PyTorch's CUDA build"
+    return None
 
 
 def engine_of(name: str) -> Any:

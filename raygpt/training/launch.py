@@ -161,8 +161,8 @@ def train(
         storage.write_bytes(storage.join(folder, RECIPE), run.asked.to_yaml().encode())
         tokenizers.save(run.corpus.tokenizer, folder)
         if changed := resume.changed_rate(folder, run.after, run.recipe):
-            seen.show({"event": "warning", "text": changed})
-        mailbox, workers = open_mailbox(), choose_workers(run.recipe.cluster, run.recipe.engine)
+            seen.warn(changed)
+        mailbox, workers = open_mailbox(), choose_workers(run.recipe.cluster, run.recipe.engine, seen.warn)
         with stoppable(folder, mailbox, seen.show) as poll, _outcome_kept(folder, seen):
 
             def look() -> None:
@@ -206,6 +206,9 @@ class Seen:
         """The terminal may be closed, and the run is to be saved all the same."""
         with contextlib.suppress(OSError):
             self.watch(event)
+
+    def warn(self, text: str) -> None:
+        self.show({"event": "warning", "text": text})
 
 
 @contextlib.contextmanager

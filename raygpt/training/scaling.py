@@ -12,8 +12,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray.util.tpu import get_num_tpu_slices, get_tpu_worker_resources
 
 from raygpt import storage
-from raygpt.cluster import has_autoscaler
+from raygpt.cluster import has_autoscaler, is_our_own
 from raygpt.config import Cluster
+from raygpt.engines import for_gpus
 from raygpt.errors import RaygptError
 
 Accelerator = Literal["cpu", "gpu", "tpu"]
@@ -108,13 +109,26 @@ class Workers:
         )
 
 
-def choose_workers(cluster: Cluster, engine: str = "jax") -> Workers:
-    """`auto` takes a TPU or a GPU where the cluster has one; PyTorch knows no TPUs."""
-    if cluster.accelerator != "auto":
-        return Workers(cluster, cluster.accelerator)
+def choose_workers(
+    cluster: Cluster, engine: str | None = None, warn: Callable[[str], None] = lambda text: None
+) -> Workers:
+    """`auto` takes a TPU or a GPU where the cluster has one; PyTorch knows no TPUs. What is installed on other machines
+    is their affair: on a cluster of our own a GPU that the engine cannot use is left alone, with a warning."""
     there: Resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    is_tpu = engine == "jax" and (cluster.topology or there.get("TPU"))
-    return Workers(cluster, "tpu" if is_tpu else "gpu" if there.get("GPU") else "cpu")
+    chosen = _found(cluster, engine, there) if cluster.accelerator == "auto" else cluster.accelerator
+    is_mine = chosen == "gpu" and bool(there.get("GPU")) and is_our_own()
+    remedy = for_gpus(engine) if engine and is_mine else None
+    if remedy is None:
+        return Workers(cluster, chosen)
+    if cluster.accelerator == "gpu":
+        raise RaygptError(f"cluster.accelerator: gpu is nothing that the {engine} installed here can use; {remedy}")
+    warn(f"the GPU of this machine is left alone, which the {engine} installed here cannot use; {remedy}")
+    return Workers(cluster, "cpu")
+
+
+def _found(cluster: Cluster, engine: str | None, there: Resources) -> Accelerator:
+    is_tpu = engine != "torch" and (cluster.topology or there.get("TPU"))
+    return "tpu" if is_tpu else "gpu" if there.get("GPU") else "cpu"
 
 
 def ensure_room(workers: Workers, say: Callable[[str], None]) -> None:

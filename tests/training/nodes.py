@@ -23,6 +23,8 @@ from ray.cluster_utils import Cluster
 
 import raygpt
 from raygpt.errors import RaygptError
+from raygpt.recipes import load_recipe
+from raygpt.training import launch
 
 SEEN = (
     *("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "LD_LIBRARY_PATH", "TPU_VISIBLE_CHIPS", "RAYGPT_TEST"),
@@ -72,6 +74,28 @@ def gpus(folder):
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def gpu_alone(folder):
+    """One machine, which is said to have a GPU, and engines that are installed without CUDA."""
+    ray.init(num_cpus=2, num_gpus=1, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    Path(folder, "text.txt").write_text("a line of many\n" * 400)
+    small = {
+        "data": {"source": f"{folder}/text.txt", "tokenizer": "bytes"},
+        "model": {"layers": 1, "heads": 1, "width": 16, "context": 8},
+        "training": {"steps": 2, "batch_tokens": 16, "eval_rows": 2},
+        "schedule": {"warmup_steps": 1},
+        "run": {"name": "run", "storage": folder},
+    }
+    events, refusals = [], []
+    launch.train(launch.prepare_run(load_recipe("tiny", small)), events.append)
+    for engine in ("jax", "torch"):
+        changed = {"engine": engine, "cluster.accelerator": "gpu", "run.name": engine}
+        try:
+            raygpt.train("tiny", **small, **changed)
+        except RaygptError as error:
+            refusals.append(str(error))
+    return {"events": [event for event in events if "event" in event], "refusals": refusals}
 
 
 def tpus(folder):
@@ -213,6 +237,5 @@ def _wait_for_nodes(folder, port):
 
 if __name__ == "__main__":
     scenario, where = sys.argv[1:]
-    print(
-        "RESULT " + json.dumps({"gpus": gpus, "tpus": tpus, "mixed": mixed, "autoscaler": autoscaler}[scenario](where))
-    )
+    scenarios = {"gpus": gpus, "gpu_alone": gpu_alone, "tpus": tpus, "mixed": mixed, "autoscaler": autoscaler}
+    print("RESULT " + json.dumps(scenarios[scenario](where)))

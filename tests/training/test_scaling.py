@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import raygpt
+from raygpt.engines import for_gpus
 
 SCRIPT = Path(__file__).with_name("nodes.py")
 
@@ -25,7 +26,7 @@ def scenario(tmp_path_factory):
             env={**os.environ, "PYTHONPATH": code},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=1200,
         )
         results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         assert results, done.stderr[-3000:]
@@ -53,6 +54,23 @@ def test_each_gpu_of_a_node_has_a_process_of_its_own(scenario):
         "cluster.workers: 5 × 1 CPU, 1 GPU do not fit: the cluster has room for 4 (3 nodes, 6 CPU, 4 GPU); "
         "write cluster.workers: 4, or add nodes"
     )
+
+
+def test_a_gpu_that_the_engine_cannot_use_is_left_alone_or_refused(scenario):
+    """A first `make train` on a machine with a GPU, where JAX came without CUDA."""
+    pytest.importorskip("torch", reason="needs the extra torch")
+    if not (for_gpus("jax") and for_gpus("torch")):
+        pytest.skip("needs engines without CUDA")
+    result = scenario("gpu_alone")
+    told = {event["event"]: event for event in result["events"]}
+    assert told["warning"]["text"] == (
+        "the GPU of this machine is left alone, which the jax installed here cannot use; pip install 'raygpt[cuda]'"
+    )
+    assert (told["start"]["device"], told["finished"]["step"]) == ("cpu", 2)
+    assert result["refusals"] == [
+        "cluster.accelerator: gpu is nothing that the jax installed here can use; pip install 'raygpt[cuda]'",
+        "cluster.accelerator: gpu is nothing that the torch installed here can use; install PyTorch's CUDA build",
+    ]
 
 
 def test_a_tpu_slice_has_one_worker_for_each_host_with_all_of_its_chips(scenario):
