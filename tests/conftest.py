@@ -65,12 +65,12 @@ def s3() -> Iterator[str]:
 
 def _make_bucket(url: str, server: "subprocess.Popen[bytes]") -> None:
     """Put the bucket, as soon as the server answers."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while True:
         try:
-            urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=10).close()
+            urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=60).close()
             return
-        except urllib.error.URLError:
+        except OSError:  # not there yet, or slow to answer
             if server.poll() is not None or time.monotonic() > deadline:
                 raise
             time.sleep(0.1)

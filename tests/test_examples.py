@@ -26,7 +26,7 @@ def example(tmp_path):
             env={**os.environ, "PYTHONPATH": str(Path(raygpt.__file__).parents[1])},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=1200,
         )
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout

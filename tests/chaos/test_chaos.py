@@ -71,21 +71,28 @@ def check(result, folder, kills, steps):
     assert len(result.struck) == len(result.steps_repeated) == kills
     assert result.is_identical  # parameters, optimizer and every loss, to the bit
     assert [step for step, _ in losses(folder)] == list(range(1, steps + 1))  # each once, in order
+    assert 1 <= result.restarts == sum("restart" in line for line in read_metrics(folder)) <= kills
+
+
+def check_cost(result, kills):
+    """On a disk: a save that takes long is left out."""
     # Two may strike before the workers have started again, but that is rare.
-    assert kills - kills // 10 <= result.restarts == sum("restart" in line for line in read_metrics(folder)) <= kills
+    assert result.restarts >= kills - kills // 10
     # A save is begun when the one before is done: what is lost is since the last, and what one takes.
     assert all(0 <= repeated < 2 * EVERY for repeated in result.steps_repeated), result
 
 
 @pytest.mark.parametrize(("engine", "where"), [pytest.param("jax", "folder", marks=pytest.mark.slow), ("torch", "s3")])
 def test_three_kills_leave_no_trace_in_the_numbers(survive, engine, where):
-    check(*survive(engine, 3, 30, where), kills=3, steps=30)
+    check(*survive(engine, 3, 30, where), kills=3, steps=30)  # pytest -m slow counts what they cost
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["jax", "torch"])
 def test_twenty_kills_leave_no_trace_in_the_numbers(survive, engine):
-    check(*survive(engine, kills=20, steps=150), kills=20, steps=150)
+    result, folder = survive(engine, kills=20, steps=150)
+    check(result, folder, kills=20, steps=150)
+    check_cost(result, kills=20)
 
 
 @pytest.mark.slow
@@ -93,3 +100,4 @@ def test_twenty_kills_leave_no_trace_in_the_numbers(survive, engine):
 def test_a_segmentation_fault_and_an_exception_leave_none_either(survive, engine):
     result, folder = survive(engine, kills=0, steps=20, faults=("segfault@8", "raise@12:1"))
     check(result, folder, kills=2, steps=20)
+    check_cost(result, kills=2)

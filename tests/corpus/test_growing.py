@@ -1,5 +1,6 @@
 """A store that is read while it is being written gives the rows of the finished one."""
 
+import itertools
 import json
 import pickle
 import threading
@@ -7,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -139,13 +141,21 @@ def test_a_stalled_prepare_is_an_error_after_patience(tmp_path: Path) -> None:
     assert len(stream) == 37
 
 
-def test_patience_is_counted_anew_from_every_shard(tmp_path: Path) -> None:
+def test_patience_is_counted_anew_from_every_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(str(tmp_path))
-    stream = GrowingStream(str(tmp_path), patience_s=1)
-    writer = threading.Thread(target=prepare, args=(str(tmp_path), 0.15))  # 9 pauses, 1.35 s in all
-    writer.start()
+    stream = GrowingStream(str(tmp_path), patience_s=60)
+    clock, written, writing = [0.0], [], shards(str(tmp_path))
+
+    def sleep(seconds: float) -> None:
+        """Between two looks half a minute passes, and a shard is written: minutes in all."""
+        clock[0] += 30
+        written.extend(itertools.islice(writing, 1))
+        if len(written) == sum(map(len, UNITS)):
+            finish(str(tmp_path), written)
+
+    monkeypatch.setattr(growing, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     assert stream.wait(10**9) == TOTAL
-    writer.join()
+    assert clock[0] > 180
 
 
 def test_the_tokenizer_is_waited_for(tmp_path: Path) -> None:

@@ -93,9 +93,11 @@ def test_a_process_of_this_machine_that_was_killed_holds_nothing(tmp_path):
 def test_a_hold_is_renewed_while_it_lasts(tmp_path, monkeypatch):
     monkeypatch.setattr(hold, "RENEWED_S", 0.05)
     with held(str(tmp_path)):
-        first = hold._read(str(tmp_path / "hold.json"))
-        time.sleep(0.3)
-        later = hold._read(str(tmp_path / "hold.json"))
+        first = later = hold._read(str(tmp_path / "hold.json"))
+        deadline = time.monotonic() + 60
+        while later.renewed == first.renewed and time.monotonic() < deadline:
+            time.sleep(0.05)
+            later = hold._read(str(tmp_path / "hold.json"))
     assert later.renewed > first.renewed
     assert (later.token, later.since) == (first.token, first.since)
 

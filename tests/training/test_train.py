@@ -135,13 +135,13 @@ def test_a_run_that_is_driven_already_is_refused_with_the_holders_name(train, st
     assert checkpoints.newest(straight.path)[0].step == 20
 
 
-def test_more_workers_than_the_cluster_holds_are_refused_within_seconds(train):
+def test_more_workers_than_the_cluster_holds_are_refused_within_seconds(train, straight):
     started = time.monotonic()
     with pytest.raises(RaygptError, match=r"5 × 1 CPU do not fit: .* room for 4 \(1 node, 4 CPU\); write .*workers: 4"):
         train("crowded", 5, **{"cluster.workers": 5})
     with pytest.raises(RaygptError, match=r"2 × 1 CPU, 1 GPU do not fit: .* room for 0"):
         train("crowded", 5, **{"cluster.accelerator": "gpu"})
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60  # Ray would wait for ever
 
 
 def test_a_fork_goes_on_from_another_runs_step_with_its_own_recipe(train, straight):

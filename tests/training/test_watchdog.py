@@ -38,12 +38,14 @@ def test_only_one_that_does_not_rest_is_ended(tmp_path):
 
 def test_its_stacks_are_there_before_it_ends_and_going_on_calls_that_off(tmp_path):
     code = """
+    dog.stop()
+    dog = Watchdog(4, Path(sys.argv[1]))  # the end would come 2 s after the stacks
     while "Timeout" not in Path(sys.argv[1]).read_text():
         time.sleep(0.02)
     dog.feed()
-    time.sleep(0.8)  # past the time at which it would have ended
+    time.sleep(2.5)  # past that
     dog.stop()
-    time.sleep(1)
+    time.sleep(4)
     print("went on")
     """
     done = watch(code, tmp_path / "log")
