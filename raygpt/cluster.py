@@ -83,7 +83,7 @@ def _connect(address: str | None, cpus: int) -> None:
 
 
 def _present_token() -> None:
-    """`ray start` protects a cluster with a token, which a driver that is given an address does not show by itself."""
+    """A cluster that was started with a token wants to see it; a driver that is given an address does not show it."""
     from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)

@@ -85,7 +85,9 @@ def show_prepared(store: "TokenStore") -> None:
     _notes(index.notes)
     folder = escape(near(store.folder))
     out.print(f"token store  {folder}", soft_wrap=True)
-    out.print(f"train on it  {program()} train tiny data.source={folder} data.tokenizer={folder}", soft_wrap=True)
+    where, name = as_path(folder), folder.rstrip("/").rpartition("/")[-1]
+    words = f"train tiny data.source={where} data.tokenizer={where} run.name={name}"
+    out.print(f"train on it  {program()} {words}", soft_wrap=True)
 
 
 def _notes(notes: Sequence[str]) -> None:
@@ -306,6 +308,11 @@ def program() -> str:
 def near(path: str) -> str:
     """A path as seen from here."""
     return path.removeprefix(f"{Path.cwd()}/")
+
+
+def as_path(name: str) -> str:
+    """With a slash: without one a folder is taken for a tokenizer's name, or for a run's in run.storage."""
+    return name if "/" in name else f"./{name}"
 
 
 def table_of(rows: Sequence[tuple[str, str]]) -> Table:

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from raygpt.config import Recipe
-from raygpt.console import err, near, out, printable, program, table_of
+from raygpt.console import as_path, err, near, out, printable, program, table_of
 from raygpt.evaluation.tasks import Figures
 from raygpt.inference.loaded import Loaded, Weighed
 from raygpt.recipes.explain import flat
@@ -45,7 +45,7 @@ def show_imported(run: OpenRun) -> None:
     sizes = " ".join(f"model.{key}" for key in ([f"preset={model.preset}", keys[-1]] if model.preset else keys))
     sizes += "" if model.tied_head else " model.tied_head=false"
     batch = max(1, 4096 // model.context) * model.context
-    where = folder if "/" in folder else f"./{folder}"  # a bare name would be looked for in run.storage
+    where = as_path(folder)
     tokenizer = "gpt2" if run.recipe.data.tokenizer == "gpt2" else where
     out.print(f"  {program()} generate {folder} --prompt 'Once'", soft_wrap=True)
     out.print(

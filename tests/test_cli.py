@@ -12,6 +12,7 @@ import typer
 
 from raygpt import cli
 from raygpt.console import tell_trouble
+from raygpt.recipes import load_recipe
 
 
 @pytest.fixture
@@ -121,6 +122,9 @@ def test_prepare_closes_with_totals_and_its_json_agrees_with_the_store(ray_clust
     assert status == 0
     assert out.startswith("100 documents, 0.0 MB of text → ")
     assert "bytes per token" in out
+    words = out.splitlines()[-1].partition(" train ")[2].split()
+    data = load_recipe(words[0], words[1:]).data  # what it says to do next can be done
+    assert (data.source, data.tokenizer) == ("./store", "./store")
     _, out, _ = raygpt("prepare", text, "--out", "store", "--tokenizer", "bytes", "--val", "0.2", "--json")
     summary = json.loads(out)
     shards = [*(tmp_path / "store").glob("train-*.tokens"), tmp_path / "store" / "val.tokens"]
