@@ -160,10 +160,10 @@ def _devices(engine: str) -> Any:
     require(engine)
     try:
         if engine == "jax":
-            from raygpt.engines.jax.processes import COUNT, use_cores
+            from raygpt.engines.jax.processes import COUNT, FEW, use_cores
 
             if COUNT not in os.environ.get("XLA_FLAGS", ""):
-                use_cores(cores())
+                use_cores(cores(), FEW)
         return devices_of(engine)
     except ImportError as error:
         remedy = f"install it again: pip install --force-reinstall {engine}"

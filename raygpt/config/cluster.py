@@ -50,6 +50,11 @@ class Mesh(Part):
         """Axis -> devices along it, in the order data, fsdp, tensor, context."""
         return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor, "context": self.context}
 
+    @property
+    def is_data_alone(self) -> bool:
+        """Whether every device has a whole copy of the model."""
+        return self.fsdp == self.tensor == self.context == 1
+
     def over(self, devices: int) -> dict[str, int]:
         """The same for so many devices: the axis that is -1 takes what the others leave."""
         fixed = prod(size for size in self.sizes().values() if size > 0)

@@ -52,7 +52,7 @@ def _find_run(run_folder: str) -> None:
 def make_engine(recipe: Recipe, vocab: int, session: Session) -> Engine:
     """The recipe's engine; a batch is cut so that it fits, and every worker cuts it alike."""
     module = engine_of(recipe.engine)
-    module.set_up(recipe.training.deterministic)
+    module.set_up(recipe)
     split = split_batch(recipe, vocab, module.find_devices(recipe))
     session.emit({"event": "split", "text": str(split)})
     engine: Engine = module.Engine(recipe, vocab, accumulation=session.decide(lambda: split.accumulation))

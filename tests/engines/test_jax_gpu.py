@@ -57,7 +57,8 @@ def test_over_two_hundred_steps_the_kernels_are_as_near_to_fp32_as_the_plain_pat
 TWICE = """
 import hashlib, jax
 from raygpt.engines.jax.processes import set_up
-set_up(deterministic=True)
+from raygpt.recipes import load_recipe
+set_up(load_recipe("tiny", {"training.deterministic": True}))
 from tests.engines.test_jax_gpu import make_engine, windows
 engine, batches = make_engine(None, deterministic=True), windows(2)
 assert engine.describe()["attention"] == "Triton"

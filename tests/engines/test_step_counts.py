@@ -4,6 +4,7 @@ A noisy machine cannot tell a step that became 5 % slower. It can tell a product
 crosses to the host, or an operation more in every layer.
 """
 
+import re
 from collections import Counter
 
 import numpy as np
@@ -15,9 +16,9 @@ ROWS, CONTEXT, VOCAB = 2, 16, 100
 WINDOWS = np.random.default_rng(0).integers(0, VOCAB, (3, ROWS, CONTEXT + 1)).astype(np.int32)
 
 
-def recipe(engine, layers):
+def recipe(engine, layers, how="unrolled"):
     sizes = {"layers": layers, "heads": 4, "width": 256, "context": CONTEXT, "dropout": 0.0}
-    training = {"steps": 10, "batch_tokens": ROWS * CONTEXT, "compile": "unrolled" if engine == "jax" else "off"}
+    training = {"steps": 10, "batch_tokens": ROWS * CONTEXT, "compile": how if engine == "jax" else "off"}
     return load_recipe("tiny", {"engine": engine, "model": sizes, "training": training, "schedule.warmup_steps": 0})
 
 
@@ -96,6 +97,24 @@ def test_a_jax_step_exchanges_nothing_with_the_host():
         for batch in batches[1:]:
             state, metrics = engine.step(state, batch)
     assert np.isfinite(engine.read(metrics)["loss"])
+
+
+@pytest.mark.parametrize("how", ["unrolled", "scanned"])
+def test_copies_of_the_model_on_cpus_exchange_two_things_at_most(how):
+    """Each that waits holds a thread: `FEW` of engines/jax/processes.py is enough for no more."""
+    jax = pytest.importorskip("jax")
+    from raygpt.engines.jax.engine import JaxEngine
+
+    engine = JaxEngine(recipe("jax", 2, how), VOCAB, devices=jax.devices()[:2])
+    state, both = engine.start(), engine._put_both(WINDOWS[0])
+    programs = {
+        "step": engine._step.lower(state, engine.put(WINDOWS[0])),
+        "score": engine._score.lower(state.parameters, *both),
+        "grade": engine._grade.lower(state.parameters, *both),
+    }
+    for name, program in programs.items():
+        exchanged = re.findall(r" (all-\w+|reduce-scatter|collective-\w+)\(", program.compile().as_text())
+        assert 1 <= len(exchanged) <= 2, (name, exchanged)
 
 
 # PyTorch

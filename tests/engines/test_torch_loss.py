@@ -95,9 +95,17 @@ def test_the_logits_of_all_tokens_never_exist(training, monkeypatch):
         (2**28, 1, 2**28),  # just 2^30 bytes
     ],
 )
-def test_a_chunks_logits_stay_below_a_gibibyte(tokens, vocab, chunk):
-    assert chunk_tokens(tokens, vocab) == chunk
+def test_on_a_gpu_a_chunks_logits_stay_below_a_gibibyte(tokens, vocab, chunk):
+    assert chunk_tokens(tokens, vocab, on_gpu=True) == chunk
 
 
-def test_on_a_gpu_fewer_and_larger_chunks_add_to_the_tables_gradient():
-    assert chunk_tokens(64 * 1024, 50304, on_gpu=True) == 16 * 1024  # 1.6 GB in 16 bits; else 13 chunks
+def test_training_on_a_gpu_fewer_and_larger_chunks_add_to_the_tables_gradient():
+    assert chunk_tokens(64 * 1024, 50304, on_gpu=True, training=True) == 16 * 1024  # 1.6 GB in 16 bits; else 13 chunks
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab", "chunk"),
+    [(12 * 64, 128, 12 * 64), (4096, 4096, 512), (2048, 50304, 512), (2**20, 128, 2**14)],
+)
+def test_on_a_cpu_a_chunk_stays_in_its_caches_or_has_512_tokens(tokens, vocab, chunk):
+    assert chunk_tokens(tokens, vocab, on_gpu=False, training=True) == chunk

@@ -4,16 +4,20 @@ import contextlib
 import fcntl
 import functools
 import os
+import re
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from raygpt.config import Recipe
 from raygpt.storage import cache_folder
 
 COUNT = "--xla_force_host_platform_device_count"
 THREADS = 16  # of XLA's pool for each device of a CPU. A device that waits for another in an all-reduce holds a thread;
 #               with one for each core, two all-reduces at once held them all, and the step never ended
+FEW = 2  # threads suffice where there are at most two of them at once; with more, products wait for threads
+ASKED = "NPROC" in os.environ  # the user has said how many
 
 
 def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cores: int) -> None:
@@ -32,9 +36,10 @@ def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cores
         jax.distributed.initialize(address, workers, rank)
 
 
-def use_cores(cores: int) -> None:
+def use_cores(cores: int, threads: int = THREADS) -> None:
     """Each core of a CPU is a device: XLA computes the small matrix products of small models on one core."""
-    os.environ.setdefault("NPROC", str(THREADS * cores))
+    if not ASKED:
+        os.environ["NPROC"] = str(threads * cores)
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} {COUNT}={cores}".strip()  # the last counts
     import jax
@@ -42,12 +47,16 @@ def use_cores(cores: int) -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # steps that wait in line would hold threads, too
 
 
-def set_up(deterministic: bool = False) -> None:
-    """For a recipe's engine: what is compiled is kept.
+def set_up(recipe: Recipe | None = None) -> None:
+    """For the engine of a recipe, or of a trained model: what is compiled is kept.
 
-    `deterministic` leaves out, on GPUs, sums whose order is left to chance, and kernels chosen by their speed just now.
+    `training.deterministic` leaves out, on GPUs, sums whose order is left to chance, and kernels chosen by their speed
+    just now. Copies of the model on CPUs never exchange more than two things at once (test_step_counts.py).
     """
-    if deterministic:
+    devices = re.findall(rf"{COUNT}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if recipe and recipe.cluster.mesh.is_data_alone and devices and os.environ.get("JAX_PLATFORMS") == "cpu":
+        use_cores(int(devices[-1]), FEW)
+    if recipe and recipe.training.deterministic:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_exclude_nondeterministic_ops=true"
     keep_compiled()
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from raygpt.config import Recipe
 from raygpt.engines.jax.attention import Attention
-from raygpt.engines.jax.loss import chunk_count, cross_entropy, grades
+from raygpt.engines.jax.loss import chunk_count_on, cross_entropy, grades
 from raygpt.engines.jax.model import GPT, Layers
 from raygpt.engines.jax.scaling import Scale
 from raygpt.engines.jax.sharding import constrain_residual, gather_tables
@@ -92,7 +92,8 @@ def make_forward(graph: Any, attention: Attention, mesh: Mesh, layers: Layers) -
         hidden = model(inputs, attention, keys, layers=layers, constrain=partial(constrain_residual, mesh))
         axes, table = mesh.shape, model.table
         shards = axes["data"] * axes["fsdp"], axes["context"]
-        return hidden, table, chunk_count(inputs.size // prod(shards), len(table) // axes["tensor"]), shards
+        own = inputs.size // prod(shards), len(table) // axes["tensor"]
+        return hidden, table, chunk_count_on(mesh.devices.flat[0].platform, *own), shards
 
     return forward
 

@@ -62,13 +62,13 @@ def find_devices(recipe: Recipe) -> Devices:
     return Devices(process_count(), memory, number_bytes, keeps_scores=False)
 
 
-def set_up(deterministic: bool = False) -> None:
+def set_up(recipe: Recipe | None = None) -> None:
     """Of matrix products in fp32 those on tensor cores, in TF32, are accurate enough, and several times faster.
 
-    `deterministic` leaves out sums whose order is left to chance, and kernels that are chosen by their speed just now.
+    `training.deterministic` leaves out sums whose order is left to chance, and kernels chosen by their speed just now.
     """
     torch.set_float32_matmul_precision("high")
-    if deterministic:
+    if recipe and recipe.training.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # or cuBLAS may take another path when streams overlap
         torch.use_deterministic_algorithms(True)
         torch.backends.cuda.enable_cudnn_sdp(False)  # FlashAttention's backward pass has an order, cuDNN's has none

@@ -21,15 +21,17 @@ LOWEST = -1e30  # stands for a logit that is not there; unlike -inf, its differe
 
 
 def loss_and_gradient_plain(logits: Tensor, targets: Tensor, scales: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """The kernel's function in plain PyTorch; ids that only pad the table are impossible."""
+    """The kernel's function in plain PyTorch, which also writes over the logits: new memory is dear on a CPU."""
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    exact = exact.masked_fill(ids >= vocab, -torch.inf)
-    log_total = exact.logsumexp(1, keepdim=True)
-    hit = (ids == targets[:, None]).to(exact.dtype)
-    gradient = ((exact - log_total).exp() - hit) * scales[:, None]
-    losses = log_total - exact.gather(1, targets[:, None].long())
-    return losses[:, 0], gradient.to(logits.dtype)
+    exact[:, vocab:] = -torch.inf
+    target, scale = targets[:, None].long(), scales[:, None].to(exact.dtype)
+    shifted = exact.sub_(exact.amax(1, keepdim=True))
+    picked = shifted.gather(1, target)
+    exponentials = shifted.exp_()
+    total = exponentials.sum(1, keepdim=True)
+    gradient = exponentials.mul_(scale / total)
+    gradient.scatter_(1, target, gradient.gather(1, target) - scale)
+    return (total.log() - picked)[:, 0], gradient.to(logits.dtype)
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, scales: Tensor, vocab: int) -> tuple[Tensor, Tensor]:

@@ -15,12 +15,16 @@ from raygpt.engines.torch.model import GPT, accurate
 from raygpt.engines.torch.tensor import gathered, own_time
 
 CHUNK_BYTES = 2**30  # of fp32 logits at a time
-ON_GPU = 4  # times as many: there they stay in 16 bits and are overwritten by their gradient
+TRAINING = 4  # times as many on a GPU: there they stay in 16 bits and are overwritten by their gradient
+CACHE_BYTES, CACHE_TOKENS = 2**23, 512  # on a CPU what its caches hold; but products of fewer tokens are slow
 
 
-def chunk_tokens(tokens: int, vocab: int, on_gpu: bool = False) -> int:
-    """Tokens in a chunk: as many, in chunks of equal size, as keep its logits below CHUNK_BYTES."""
-    chunks = -(-tokens * vocab * 4 // (CHUNK_BYTES * ON_GPU if on_gpu else CHUNK_BYTES))
+def chunk_tokens(tokens: int, vocab: int, on_gpu: bool, training: bool = False) -> int:
+    """Tokens in a chunk: as many, in chunks of equal size, as keep its logits below what there is room for."""
+    room = CHUNK_BYTES * (TRAINING if training else 1)
+    if not on_gpu:
+        room = min(CHUNK_BYTES, max(CACHE_BYTES, CACHE_TOKENS * vocab * 4))
+    chunks = -(-tokens * vocab * 4 // room)
     return -(-tokens // chunks)
 
 
@@ -33,7 +37,7 @@ def cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, scale: Tensor,
     if torch.is_grad_enabled():
         return _CrossEntropy.apply(hidden, table, targets, scale, vocab)
     weights = table.to(hidden.dtype)
-    size = chunk_tokens(targets.numel(), len(table))
+    size = chunk_tokens(targets.numel(), len(table), hidden.is_cuda)
     parts = zip(hidden.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
     losses = torch.cat([_nll(h, weights, y, vocab) for h, y in parts]).view(targets.shape).sum(1)
     return (losses * scale).sum(), losses
@@ -47,7 +51,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, table: Tensor, targets: Tensor, scale: Tensor, vocab: int
     ) -> tuple[Tensor, Tensor]:
         weights = table.to(hidden.dtype)
-        size = chunk_tokens(targets.numel(), len(table), hidden.is_cuda)
+        size = chunk_tokens(targets.numel(), len(table), hidden.is_cuda, training=True)
         scales = scale[:, None].expand(targets.shape)
         losses, dhidden, dtable = [], [], torch.zeros_like(table)
         for h, y, s in zip(*(part.flatten(0, 1).split(size) for part in (hidden, targets, scales)), strict=True):
