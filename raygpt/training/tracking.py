@@ -11,6 +11,7 @@ gone on with, found by the run's folder: it is told again from metrics.jsonl wha
 was killed, and no step twice.
 """
 
+import functools
 import hashlib
 import importlib.util
 import os
@@ -96,8 +97,7 @@ class Tracking:
             self._warn(f"what was logged so far is not told to trackers ({first_line(error)})")
             lines = []
         self._tellers = [
-            _Teller(name, lambda make=make: make(after), lines, self._warn)  # type: ignore[misc]
-            for name, make in self._makers.items()
+            _Teller(name, functools.partial(make, after), lines, self._warn) for name, make in self._makers.items()
         ]
 
     def record(self, event: Event) -> None:
@@ -119,8 +119,8 @@ class _Teller(threading.Thread):
     def __init__(
         self, name: str, make: Callable[[], Tracker], lines: Sequence[Event], warn: Callable[[str], None]
     ) -> None:
-        super().__init__(daemon=True)
-        self._named, self._make, self._lines, self._warn = name, make, lines, warn
+        super().__init__(name=name, daemon=True)
+        self._make, self._lines, self._warn = make, lines, warn
         self.waiting: queue.SimpleQueue[Event | bool] = queue.SimpleQueue()  # at the end, whether all is well
         self.start()
 
@@ -136,7 +136,7 @@ class _Teller(threading.Thread):
                 _tell(tracker, [event for event in events if not isinstance(event, bool)])
             tracker.close(end)
         except (Exception, SystemExit) as error:  # W&B exits where its service has failed
-            self._warn(f"{self._named} failed ({first_line(error)}) and is not told any more; the run goes on")
+            self._warn(f"{self.name} failed ({first_line(error)}) and is not told any more; the run goes on")
 
 
 def _tell(tracker: Tracker, events: Sequence[Event]) -> None:

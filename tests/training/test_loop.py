@@ -61,7 +61,7 @@ class FakeEngine:
 
     def __init__(self, rows=(0, 1, 2, 3), step_s=0.0, micro_rows=4, losses=None, spikes=None):
         self.rows, self._step_s, self.micro_rows = list(rows), step_s, micro_rows
-        self.batches, self.scored, self.graded, self.done_at = [], [], [], []
+        self.batches, self.scored, self.graded = [], [], []
         self._losses, self._spikes = losses or {}, spikes or {}
 
     def start(self):
@@ -86,7 +86,6 @@ class FakeEngine:
     def step(self, state, batch):
         time.sleep(self._step_s)
         self.batches.append(batch)
-        self.done_at.append(time.perf_counter())
         return state + 1, state + 1
 
     def read(self, metrics):

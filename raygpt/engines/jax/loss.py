@@ -16,14 +16,14 @@ CHUNK_BYTES = 2**30  # of fp32 logits at a time, on each device
 CACHE_BYTES, CACHE_TOKENS = 2**23, 512  # on a CPU what its caches hold; but products of fewer tokens are slow
 
 
-def chunk_count(tokens: int, vocab: int, limit: int | None = None) -> int:
-    """How many chunks to cut tokens into: the fewest equal ones of at most `limit` logits, or a GiB in fp32."""
-    wanted = -(-tokens * vocab // (limit or CHUNK_BYTES // 4))
+def chunk_count(tokens: int, vocab: int, limit: int) -> int:
+    """How many chunks to cut tokens into: the fewest equal ones of at most `limit` logits."""
+    wanted = -(-tokens * vocab // limit)
     return next(count for count in range(min(wanted, tokens), tokens + 1) if tokens % count == 0)
 
 
 def chunk_count_on(platform: str, tokens: int, vocab: int) -> int:
-    """The same for devices of a kind."""
+    """The same by what there is room for on devices of a kind: a GiB of logits in fp32, or a CPU's caches."""
     room = min(CHUNK_BYTES, max(CACHE_BYTES, CACHE_TOKENS * vocab * 4)) if platform == "cpu" else CHUNK_BYTES
     return chunk_count(tokens, vocab, room // 4)
 

@@ -38,13 +38,18 @@ def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cores
 
 def use_cores(cores: int, threads: int = THREADS) -> None:
     """Each core of a CPU is a device: XLA computes the small matrix products of small models on one core."""
-    if not ASKED:
-        os.environ["NPROC"] = str(threads * cores)
+    _have_threads(threads * cores)
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} {COUNT}={cores}".strip()  # the last counts
     import jax
 
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # steps that wait in line would hold threads, too
+
+
+def _have_threads(count: int) -> None:
+    """In XLA's pool, which is made when JAX first looks for devices."""
+    if not ASKED:
+        os.environ["NPROC"] = str(count)
 
 
 def set_up(recipe: Recipe | None = None) -> None:
@@ -55,7 +60,7 @@ def set_up(recipe: Recipe | None = None) -> None:
     """
     devices = re.findall(rf"{COUNT}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if recipe and recipe.cluster.mesh.is_data_alone and devices and os.environ.get("JAX_PLATFORMS") == "cpu":
-        use_cores(int(devices[-1]), FEW)
+        _have_threads(FEW * int(devices[-1]))
     if recipe and recipe.training.deterministic:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_exclude_nondeterministic_ops=true"
     keep_compiled()
