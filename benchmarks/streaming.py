@@ -25,11 +25,11 @@ import record
 from rich.console import Console
 from rich.table import Table
 
-from raygpt.cluster import cores
 from raygpt.corpus.feed import Feed
 from raygpt.corpus.growing import GrowingStore
 from raygpt.corpus.prepare import Background, Job
 from raygpt.corpus.sources import resolve
+from raygpt.host import cores
 
 STORE = 80_000_000  # bytes of shared memory for Ray's objects: about the least that Ray takes
 FILE = 16_000_000

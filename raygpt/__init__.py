@@ -7,12 +7,12 @@ result = raygpt.train("tiny", **{"training.steps": 100})
 
 from typing import TYPE_CHECKING, Any
 
+from raygpt.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from raygpt.training.launch import Result
-
-__version__ = "0.1.0"
 
 
 def train(recipe: str, **overrides: Any) -> "Result":

@@ -6,7 +6,6 @@ benchmarks/step.py recorded, with hardware, versions and date.
 
 import importlib.resources
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from raygpt.cluster import cores
 from raygpt.config import Recipe
 from raygpt.engines import devices_of, engine_of, require
 from raygpt.errors import RaygptError, first_line
@@ -156,15 +154,12 @@ def _engine(work: Work) -> Any:
 
 
 def _devices(engine: str) -> Any:
-    """What an engine finds here; JAX on a CPU as in training, unless the environment says how many devices it has."""
+    """What an engine finds here, with a CPU's cores used as in training."""
     require(engine)
     try:
-        if engine == "jax":
-            from raygpt.engines.jax.processes import COUNT, FEW, use_cores
-
-            if COUNT not in os.environ.get("XLA_FLAGS", ""):
-                use_cores(cores(), FEW)
-        return devices_of(engine)
+        devices = devices_of(engine)
+        devices.use_all_cores()
+        return devices
     except ImportError as error:
         remedy = f"install it again: pip install --force-reinstall {engine}"
         raise RaygptError(f"engine {engine} cannot be imported ({first_line(error)}); {remedy}") from error

@@ -97,8 +97,8 @@ def stop(
     from raygpt import storage
     from raygpt.training.stopping import ask_to_stop
 
-    holder = ask_to_stop(storage.absolute(run))
-    print(f"asked {holder} to stop; it saves after one of its next steps")
+    driver = ask_to_stop(storage.absolute(run))
+    print(f"asked {driver} to stop; it saves after one of its next steps")
 
 
 @app.command()
@@ -289,9 +289,9 @@ def runs(
 ) -> None:
     """List runs: how far they are, how fast, and whether they are running, finished, stopped or failed."""
     from raygpt import outcomes
-    from raygpt.runs.standing import standing_of_all
+    from raygpt.runs.status import status_of_all
 
-    found = standing_of_all(storage)
+    found = status_of_all(storage)
     if as_json:
         _print_json(found)
     else:
@@ -303,7 +303,7 @@ def show(run: Run, as_json: Json = False) -> None:
     """Show a run: recipe, progress, checkpoints and their losses, restarts, its last sample, disk use."""
     from raygpt import outcomes
     from raygpt.runs import open_run
-    from raygpt.runs.standing import details
+    from raygpt.runs.status import details
 
     facts = details(open_run(run))
     if as_json:

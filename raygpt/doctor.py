@@ -45,7 +45,7 @@ def _python() -> Finding:
 
 
 def _hardware() -> Finding:
-    from raygpt.cluster import host_memory
+    from raygpt.host import host_memory
     from raygpt.wording import size
 
     return Finding("CPU", "ok", f"{os.cpu_count()} cores, {size(host_memory())} of memory")

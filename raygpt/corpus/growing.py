@@ -10,15 +10,21 @@ import numpy as np
 
 from raygpt import storage
 from raygpt.corpus import tokenizers
-from raygpt.corpus.store import FAILED, INDEX, PLAN, Extent, Index, TokenStore, TokenStream, dtype_for, read_header
+from raygpt.corpus.store import (
+    FAILED,
+    INDEX,
+    PLAN,
+    Extent,
+    Index,
+    TokenStore,
+    TokenStream,
+    dtype_for,
+    read_header,
+    shard_name,
+)
 from raygpt.errors import RaygptError
 
 POLL_S = 0.2
-
-
-def shard_name(stream: str, unit: int, part: int) -> str:
-    """Shards are numbered by where their text stands in the source, so their order is known before they exist."""
-    return f"{stream}-{unit:05d}-{part:05d}.tokens"
 
 
 class GrowingStream(TokenStream):

@@ -20,9 +20,8 @@ import numpy as np
 from raygpt import storage
 from raygpt.corpus import tokenizers
 from raygpt.corpus.documents import DocumentReader, Piece
-from raygpt.corpus.growing import shard_name
 from raygpt.corpus.sources import File, Source
-from raygpt.corpus.store import Header, Ids, dtype_for, read_header, write_shard
+from raygpt.corpus.store import Header, Ids, dtype_for, read_header, shard_name, write_shard
 from raygpt.errors import RaygptError, first_line
 
 # Text in a part. 16 MiB are 1 s of GPT-2's BPE on one core and a shard of 8 MB, 2,400 of them in 9 billion tokens.

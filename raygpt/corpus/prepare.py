@@ -22,7 +22,6 @@ from raygpt import storage
 from raygpt.cluster import connected
 from raygpt.corpus import pipeline, tokenizers
 from raygpt.corpus.documents import DocumentReader, row_count
-from raygpt.corpus.growing import shard_name
 from raygpt.corpus.pipeline import Holdout, Part, Unit, part_bytes
 from raygpt.corpus.sources import File, Source, resolve
 from raygpt.corpus.store import (
@@ -37,6 +36,7 @@ from raygpt.corpus.store import (
     TokenStream,
     dtype_for,
     open_store,
+    shard_name,
     write_shard,
 )
 from raygpt.errors import RaygptError, first_line

@@ -79,6 +79,11 @@ def dtype_for(vocab: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab <= 2**16 else np.dtype("<u4")
 
 
+def shard_name(stream: str, unit: int, part: int) -> str:
+    """Shards are numbered by where their text stands in the source, so their order is known before they exist."""
+    return f"{stream}-{unit:05d}-{part:05d}.tokens"
+
+
 def write_shard(uri: str, ids: Iterable[Ids], header: Header) -> None:
     """Write a shard; it takes its name when it is whole."""
     with storage.written_whole(uri) as path, path.open("wb") as file:

@@ -46,7 +46,8 @@ def read_parameters(name: str, folder: str, model: Model, vocab: int) -> Arrays:
 
 
 def devices_of(name: str) -> Any:
-    """What an engine finds here: `names`, `is_accelerated`, `peak_bytes`, and JAX's `one`. No model is imported."""
+    """What an engine finds here: `use_all_cores`, `names`, `is_accelerated`, `peak_bytes`, and JAX's `one`. No model is
+    imported."""
     return import_module(f"raygpt.engines.{name}.devices")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from raygpt import __version__
 from raygpt.recipes.explain import flat
 from raygpt.report import curve, gather, normal
-from raygpt.runs import OpenRun, standing
+from raygpt.runs import OpenRun, status
 from raygpt.wording import number_text, size, value_text
 
 SAMPLES = 4  # that are shown open; the others unfold
@@ -21,7 +21,7 @@ COLOURS = 6
 
 def page(runs: Sequence[OpenRun]) -> str:
     """The whole page."""
-    details = [standing.details(run) for run in runs]
+    details = [status.details(run) for run in runs]
     verdicts = [normal.judge(run) for run in runs]
     title = " · ".join(run.name for run in runs)
     body = [

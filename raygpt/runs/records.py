@@ -4,7 +4,7 @@ samples.jsonl  {"step", "text"} a line, one for each evaluation; {"step", "promp
 about.json     engine, devices, processor, versions: those of the last start
 result.json    {"state", "why", "time"} of the last driver that ended by itself
 
-Each is written whole, on a disk or in an object store, by the one process that holds the run.
+Each is written whole, on a disk or in an object store, by the one process that has the run's lock.
 """
 
 import json
@@ -17,8 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import raygpt
 from raygpt import storage
+from raygpt.version import __version__
 
 SAMPLES, ABOUT, RESULT = "samples.jsonl", "about.json", "result.json"
 PACKAGES = ("ray", "jax", "flax", "torch", "numpy")
@@ -110,7 +110,7 @@ def _processor() -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"raygpt": raygpt.__version__, "python": platform.python_version()}
+    versions = {"raygpt": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)

@@ -13,7 +13,7 @@ import ray.train
 from ray.train._internal.utils import get_address_and_port
 from ray.train.backend import Backend, BackendConfig
 
-from raygpt.cluster import cores
+from raygpt.host import cores
 
 
 @dataclass

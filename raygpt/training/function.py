@@ -8,8 +8,9 @@ from typing import Any
 from ray.train import UserCallback
 
 from raygpt import storage
-from raygpt.cluster import connected, cores
+from raygpt.cluster import connected
 from raygpt.errors import RaygptError
+from raygpt.host import cores
 from raygpt.recipes import check_part
 from raygpt.training.launch import Result, fit
 from raygpt.training.mailbox import open_mailbox

@@ -12,7 +12,7 @@ from ray.train.v2.api.config import FailureConfig, RunConfig
 from ray.train.v2.jax.config import JaxConfig
 
 from raygpt import storage
-from raygpt.cluster import connected, cores
+from raygpt.cluster import connected
 from raygpt.config import Recipe
 from raygpt.corpus import tokenizers
 from raygpt.corpus.feed import Feed
@@ -23,9 +23,10 @@ from raygpt.engines import require
 from raygpt.errors import RaygptError, first_line
 from raygpt.evaluation import prompts
 from raygpt.evaluation.tasks import Item, choose, read_items
+from raygpt.host import cores
 from raygpt.runs import RECIPE, checkpoints, metrics
 from raygpt.runs.checkpoints import Checkpoint
-from raygpt.runs.hold import held
+from raygpt.runs.lock import locked
 from raygpt.runs.records import Outcome, write_result
 from raygpt.testing import faults
 from raygpt.training import resume, tracking
@@ -156,7 +157,7 @@ def train(
     if run.is_finished:
         run.corpus.close()
         return Result(folder, seen.last, checkpoints.folder_of(folder, run.after))
-    with on_cluster(run.recipe), contextlib.closing(run.corpus), held(folder) as still_ours:
+    with on_cluster(run.recipe), contextlib.closing(run.corpus), locked(folder) as check_lock:
         forget_wish(folder)
         storage.write_bytes(storage.join(folder, RECIPE), run.asked.to_yaml().encode())
         tokenizers.save(run.corpus.tokenizer, folder)
@@ -166,7 +167,7 @@ def train(
         with stoppable(folder, mailbox, seen.show) as poll, _outcome_kept(folder, seen):
 
             def look() -> None:
-                still_ours()
+                check_lock()
                 poll()
 
             seen.error = fit(

@@ -14,7 +14,7 @@ from typing import Any
 
 from raygpt import storage
 from raygpt.errors import RaygptError
-from raygpt.runs.hold import holder_of
+from raygpt.runs.lock import lock_owner
 from raygpt.training.session import Event
 
 WISH = "stop"
@@ -77,8 +77,8 @@ def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
 
 def ask_to_stop(run_folder: str) -> str:
     """Leave the wish for a run's driver; who that is comes back."""
-    holder = holder_of(run_folder)
-    if holder is None or holder.is_gone:
+    owner = lock_owner(run_folder)
+    if owner is None or owner.is_gone:
         raise RaygptError(f"{run_folder} is not being trained; there is nothing to stop")
     storage.write_bytes(storage.join(run_folder, WISH), b"")
-    return str(holder)
+    return str(owner)

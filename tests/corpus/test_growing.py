@@ -16,8 +16,8 @@ import pytest
 from raygpt import storage
 from raygpt.corpus import growing, tokenizers
 from raygpt.corpus.feed import Feed
-from raygpt.corpus.growing import GrowingStream, is_whole, shard_name
-from raygpt.corpus.store import Extent, Header, Index, open_store, write_shard
+from raygpt.corpus.growing import GrowingStream, is_whole
+from raygpt.corpus.store import Extent, Header, Index, open_store, shard_name, write_shard
 from raygpt.errors import RaygptError
 
 # tokens of each part of each unit; the third unit has no text, as a file of blank documents has none

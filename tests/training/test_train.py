@@ -13,7 +13,7 @@ from raygpt import storage
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
-from raygpt.runs.hold import held
+from raygpt.runs.lock import locked
 from raygpt.testing.chaos import losses
 
 SMALL = {
@@ -129,8 +129,8 @@ def test_another_recipe_is_refused_with_the_difference(train, straight):
         train("straight", 10)
 
 
-def test_a_run_that_is_driven_already_is_refused_with_the_holders_name(train, straight):
-    with held(straight.path), pytest.raises(RaygptError, match=r"is being trained by .* set run\.name"):
+def test_a_run_that_is_driven_already_is_refused_with_the_drivers_name(train, straight):
+    with locked(straight.path), pytest.raises(RaygptError, match=r"is being trained by .* set run\.name"):
         train("straight", 30)
     assert checkpoints.newest(straight.path)[0].step == 20
 

@@ -1,8 +1,19 @@
 """The devices that JAX finds here, for those who ask before there is an engine."""
 
+import os
 from typing import Any
 
 import jax
+
+from raygpt.engines.jax.processes import COUNT, FEW, use_cores
+from raygpt.host import cores
+
+
+def use_all_cores() -> None:
+    """Make each core of a CPU a device, as in training, unless XLA_FLAGS says how many there are. Call it before JAX
+    looks for devices."""
+    if COUNT not in os.environ.get("XLA_FLAGS", ""):
+        use_cores(cores(), FEW)
 
 
 def names() -> list[str]:

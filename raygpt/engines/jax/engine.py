@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from raygpt.cluster import cores, memory_for_work
 from raygpt.config import Recipe
 from raygpt.engines.base import Devices, Weights, fill
 from raygpt.engines.jax import processes, sharding
@@ -26,6 +25,7 @@ from raygpt.engines.jax.optimizer import learning_rate, make_optimizer
 from raygpt.engines.jax.scaling import Scale
 from raygpt.engines.jax.spikes import Spikes
 from raygpt.engines.jax.step import Batch, Losses, Metrics, State, make_grade, make_losses, make_score, make_step
+from raygpt.host import cores, memory_for_work
 
 FEW_LAYERS = 6  # that a CPU, too, compiles one after another within seconds
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "fp64": jnp.float64}

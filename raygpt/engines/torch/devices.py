@@ -3,6 +3,10 @@
 import torch
 
 
+def use_all_cores() -> None:
+    """PyTorch does by itself."""
+
+
 def names() -> list[str]:
     """What each GPU calls itself, or the CPU."""
     return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())] or ["CPU"]

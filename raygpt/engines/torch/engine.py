@@ -11,7 +11,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raygpt.cluster import cores, memory_for_work
 from raygpt.config import Recipe
 from raygpt.engines.base import Devices, Weights
 from raygpt.engines.torch.checkpoint import FORMAT, CheckpointReader, Saver, Share
@@ -34,6 +33,7 @@ from raygpt.engines.torch.sharding import (
 )
 from raygpt.engines.torch.state import FIRST_SCALE, KINDS, MEANS, PARAMETERS, SQUARES, LossScale, Spikes, State
 from raygpt.engines.torch.step import Batch, Metrics, make_step, score
+from raygpt.host import cores, memory_for_work
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 

@@ -1,6 +1,6 @@
-"""One driver at a time: while a run is trained, `hold.json` in its folder says by whom, and is renewed.
+"""The run lock: a run has one driver. `hold.json` in its folder names the driver, which renews it while it trains.
 
-A hold whose holder is gone is recognised: on this machine by its process, from elsewhere by not being renewed.
+A lock whose owner is gone is recognised: on this machine by its process, from elsewhere by not being renewed.
 """
 
 import contextlib
@@ -18,21 +18,21 @@ from pathlib import Path
 from raygpt import storage
 from raygpt.errors import RaygptError
 
-HOLD = "hold.json"
-RENEWED_S = 10.0
+LOCK = "hold.json"  # not "lock.json": a driver of an older version must find it
+RENEW_S = 10.0
 STALE_S = 60.0  # six renewals missed; machines' clocks may differ by less
 
 
 @dataclass(frozen=True)
-class Holder:
-    """Who drives a run."""
+class Owner:
+    """The driver that has the lock."""
 
     user: str
     host: str
     process: int
     since: float
     renewed: float
-    token: str  # tells two holds of one process apart
+    token: str  # tells two locks of one process apart
 
     @property
     def is_gone(self) -> bool:
@@ -45,16 +45,16 @@ class Holder:
 
 
 @contextlib.contextmanager
-def held(run_folder: str) -> Iterator[Callable[[], None]]:
-    """Inside the block the run is ours alone; refuses where somebody else drives it.
+def locked(run_folder: str) -> Iterator[Callable[[], None]]:
+    """Lock a run for the block; refuse where another driver has the lock.
 
-    What it gives raises where somebody else has taken it over since: a machine that slept looked gone.
+    Yields a check that raises where another driver has taken the lock since: a machine that slept looked gone.
     """
-    uri = storage.join(run_folder, HOLD)
+    uri = storage.join(run_folder, LOCK)
     now = time.time()
-    ours = Holder(_user(), socket.gethostname(), os.getpid(), now, now, uuid.uuid4().hex)
+    ours = Owner(_user(), socket.gethostname(), os.getpid(), now, now, uuid.uuid4().hex)
     _take(uri, ours, run_folder)
-    ended, taken_by = threading.Event(), list[Holder]()
+    ended, taken_by = threading.Event(), list[Owner]()
     renewing = threading.Thread(target=_renew, args=(uri, ours, ended, taken_by), daemon=True)
     renewing.start()
 
@@ -73,12 +73,12 @@ def held(run_folder: str) -> Iterator[Callable[[], None]]:
                 storage.delete(uri)
 
 
-def holder_of(run_folder: str) -> Holder | None:
-    """Who drives a run, or did until it was gone without a word; None where nobody holds it."""
-    return _read(storage.join(run_folder, HOLD))
+def lock_owner(run_folder: str) -> Owner | None:
+    """The driver of a run, which may be gone without having unlocked it; None where it is not locked."""
+    return _read(storage.join(run_folder, LOCK))
 
 
-def _take(uri: str, ours: Holder, run_folder: str) -> None:
+def _take(uri: str, ours: Owner, run_folder: str) -> None:
     before = _read(uri)
     if before and not before.is_gone:
         raise RaygptError(
@@ -91,8 +91,8 @@ def _take(uri: str, ours: Holder, run_folder: str) -> None:
         raise RaygptError(f"{run_folder} was taken in this very moment by {after}; wait for it, or set run.name")
 
 
-def _renew(uri: str, ours: Holder, ended: threading.Event, taken_by: list[Holder]) -> None:
-    while not ended.wait(RENEWED_S):
+def _renew(uri: str, ours: Owner, ended: threading.Event, taken_by: list[Owner]) -> None:
+    while not ended.wait(RENEW_S):
         with contextlib.suppress(OSError, RaygptError):  # a storage that fails is for others to complain about
             current = _read(uri)
             if current and current.token != ours.token:
@@ -101,17 +101,17 @@ def _renew(uri: str, ours: Holder, ended: threading.Event, taken_by: list[Holder
             storage.write_bytes(uri, _json(replace(ours, renewed=time.time())))
 
 
-def _read(uri: str) -> Holder | None:
+def _read(uri: str) -> Owner | None:
     if not storage.exists(uri):
         return None
     try:
-        return Holder(**json.loads(storage.read_bytes(uri)))
+        return Owner(**json.loads(storage.read_bytes(uri)))
     except (ValueError, TypeError, OSError, RaygptError):
         return None  # another program's, or gone meanwhile
 
 
-def _json(holder: Holder) -> bytes:
-    return json.dumps(asdict(holder)).encode()
+def _json(owner: Owner) -> bytes:
+    return json.dumps(asdict(owner)).encode()
 
 
 def _is_alive(process: int) -> bool:

@@ -1,4 +1,4 @@
-"""Where runs stand: one line for each below a storage path, or everything about one.
+"""The status of runs: one line for each below a storage path, or everything about one.
 
 Read from the run directories alone, so it works beside a run that trains, on another machine, and for runs on s3.
 """
@@ -8,14 +8,14 @@ from typing import Any
 from raygpt import storage
 from raygpt.errors import RaygptError
 from raygpt.runs import RECIPE, OpenRun, checkpoints, open_run, records
-from raygpt.runs.hold import holder_of
+from raygpt.runs.lock import lock_owner
 from raygpt.runs.metrics import latest, restarts
 
 Facts = dict[str, Any]
 KEYS = ("step", "steps", "loss", "val_loss", "tokens_per_s", "mfu")
 
 
-def standing_of_all(home: str) -> list[Facts]:
+def status_of_all(home: str) -> list[Facts]:
     """A summary of each run directly below a path, the last seen first."""
     home = storage.absolute(home).rstrip("/")
     names = [name for name in storage.folders(home) if storage.exists(storage.join(home, name, RECIPE))]
@@ -30,14 +30,14 @@ def _or_why_not(folder: str) -> Facts:
     """A run whose files cannot be read is a line too: the others are still worth seeing."""
     run = open_run(folder)
     try:
-        return standing(run)
+        return status(run)
     except (RaygptError, ValueError, KeyError) as error:
         why = str(error).partition("\n")[0]
         empty = dict.fromkeys(("engine", "model", *KEYS, "last_seen"))
         return {"name": run.name, "folder": folder, **empty, "state": "unreadable", "why": why}
 
 
-def standing(run: OpenRun) -> Facts:
+def status(run: OpenRun) -> Facts:
     """Name, engine, model, progress and state."""
     last = latest(run.metrics)
     state, why = _state(run, last)
@@ -50,7 +50,7 @@ def standing(run: OpenRun) -> Facts:
 def details(run: OpenRun) -> Facts:
     """The same, and recipe, checkpoints, restarts, the last sample, what it ran on and its disk use."""
     return {
-        **standing(run),
+        **status(run),
         "parameters": run.recipe.model.parameters(run.tokenizer.vocab),
         "tokens": max((line["tokens"] for line in run.metrics if "tokens" in line), default=0),
         "checkpoints": [_checkpoint(run, step) for step in run.steps],
@@ -76,13 +76,13 @@ def _model(run: OpenRun) -> str:
 def _state(run: OpenRun, last: Facts) -> tuple[str, str]:
     """running, finished, stopped or failed; and why, where that is known.
 
-    Whoever holds the run comes first, since what an earlier driver left is then out of date.
+    The lock comes first, since what an earlier driver left is then out of date.
     """
-    holder = holder_of(run.folder)
-    if holder and not holder.is_gone:
+    owner = lock_owner(run.folder)
+    if owner and not owner.is_gone:
         return "running", ""
-    if holder:
-        return "failed", f"its driver is gone without a word: {holder}"
+    if owner:
+        return "failed", f"its driver is gone without a word: {owner}"
     result = records.read_result(run.folder)
     if result:
         return result["state"], result["why"]

@@ -1,4 +1,4 @@
-"""Where runs stand: `raygpt runs` and `raygpt show`, from what lies in run directories."""
+"""The status of runs: `raygpt runs` and `raygpt show`, from what lies in run directories."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from raygpt.corpus import tokenizers
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints, open_run
 from raygpt.runs.records import Outcome, keep_sample, write_about, write_result
-from raygpt.runs.standing import details, standing
+from raygpt.runs.status import details, status
 from raygpt.wording import ago
 
 
@@ -37,38 +37,38 @@ def make_run(home, name, *, steps=20, until=20, lines=(), **settings):
     return folder
 
 
-def hold(folder, process, host=None, renewed=None):
+def lock(folder, process, host=None, renewed=None):
     renewed = time.time() if renewed is None else renewed
-    holder = {"user": "ann", "host": host or socket.gethostname(), "process": process, "since": 0.0}
-    (folder / "hold.json").write_text(json.dumps({**holder, "renewed": renewed, "token": "t"}))
+    owner = {"user": "ann", "host": host or socket.gethostname(), "process": process, "since": 0.0}
+    (folder / "hold.json").write_text(json.dumps({**owner, "renewed": renewed, "token": "t"}))
 
 
 def state(folder):
-    facts = standing(open_run(str(folder)))
+    facts = status(open_run(str(folder)))
     return facts["state"], facts["why"]
 
 
 def test_a_run_that_reached_its_last_step_and_was_scored_is_finished(tmp_path):
-    facts = standing(open_run(str(make_run(tmp_path, "done"))))
+    facts = status(open_run(str(make_run(tmp_path, "done"))))
     assert (facts["state"], facts["step"], facts["steps"]) == ("finished", 20, 20)
     assert (facts["loss"], facts["val_loss"], facts["tokens_per_s"], facts["mfu"]) == (3.0, 3.5, 100.0, None)
     assert (facts["engine"], facts["model"], facts["last_seen"]) == ("jax", "4×128", 1021.0)
 
 
-def test_a_run_is_running_while_its_holder_lives_whatever_an_earlier_one_left(tmp_path):
+def test_a_run_is_running_while_its_driver_lives_whatever_an_earlier_one_left(tmp_path):
     folder = make_run(tmp_path, "mine", until=10)
     assert state(folder) == ("stopped", "")
     write_result(str(folder), Outcome("failed", "no space left"))
     assert state(folder) == ("failed", "no space left")
-    hold(folder, os.getpid())
+    lock(folder, os.getpid())
     assert state(folder) == ("running", "")
-    hold(folder, 1, host="elsewhere", renewed=time.time())
+    lock(folder, 1, host="elsewhere", renewed=time.time())
     assert state(folder) == ("running", "")
 
 
 def test_a_run_whose_driver_was_killed_has_failed_and_says_whose_it_was(tmp_path):
     folder = make_run(tmp_path, "mine", until=10)
-    hold(folder, 2**22 + 1)  # above Linux's highest process number
+    lock(folder, 2**22 + 1)  # above Linux's highest process number
     kind, why = state(folder)
     assert kind == "failed"
     assert why.startswith(f"its driver is gone without a word: ann on {socket.gethostname()}, process 4194305")
@@ -76,7 +76,7 @@ def test_a_run_whose_driver_was_killed_has_failed_and_says_whose_it_was(tmp_path
 
 def test_the_steps_of_a_run_in_epochs_are_its_checkpoints(tmp_path):
     folder = make_run(tmp_path, "epochs", steps=None, until=10, **{"training.epochs": 2})
-    facts = standing(open_run(str(folder)))
+    facts = status(open_run(str(folder)))
     assert (facts["step"], facts["steps"], facts["state"]) == (10, 60, "stopped")
 
 
@@ -166,11 +166,11 @@ def test_runs_on_s3_are_listed_and_shown(raygpt, tmp_path, s3):
     folder = make_run(tmp_path, "mine")
     for path in folder.rglob("*"):
         if path.is_file():
-            storage.write_bytes(f"{s3}/standing/mine/{path.relative_to(folder).as_posix()}", path.read_bytes())
-    _, out, _ = raygpt("runs", f"{s3}/standing", "--json")
+            storage.write_bytes(f"{s3}/status/mine/{path.relative_to(folder).as_posix()}", path.read_bytes())
+    _, out, _ = raygpt("runs", f"{s3}/status", "--json")
     (run,) = json.loads(out)
     assert (run["name"], run["state"], run["loss"]) == ("mine", "finished", 3.0)
-    there = json.loads(raygpt("show", f"{s3}/standing/mine", "--json")[1])
+    there = json.loads(raygpt("show", f"{s3}/status/mine", "--json")[1])
     here = details(open_run(str(folder)))
     assert {**there, "folder": ""} == {**here, "folder": ""}
 

@@ -1,0 +1,27 @@
+"""The cores and the memory of this machine, or of the container that this process is in."""
+
+import contextlib
+import os
+from pathlib import Path
+
+MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of cgroups v2 and v1
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_memory() -> int:
+    """Bytes of memory that this machine has, or this container may take."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in MEMORY_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such file; "max"
+            limits.append(int(Path(file).read_text()))
+    return min(limits)
+
+
+def memory_for_work() -> int:
+    """Bytes that workers on CPUs may take, all together: what they free is not given back at once, and Ray kills them
+    where 95 % of the machine's are in use."""
+    return host_memory() * 2 // 3
