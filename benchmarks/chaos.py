@@ -18,7 +18,7 @@ import yaml
 from raygpt.recipes import load_recipe
 from raygpt.runs import metrics
 from raygpt.testing.chaos import chaos
-from raygpt.training import launch
+from raygpt.training.ray import launch
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import record
 
 from raygpt.recipes import load_recipe
-from raygpt.training import launch
+from raygpt.training.ray import launch
 
 Events = list[dict[str, Any]]
 

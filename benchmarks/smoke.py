@@ -18,7 +18,7 @@ from rich.table import Table
 
 from raygpt.recipes import load_recipe
 from raygpt.runs import metrics
-from raygpt.training import launch
+from raygpt.training.ray import launch
 
 RECIPE = "gpt2-124m-wikitext103-smoke"
 

@@ -16,8 +16,9 @@ from typing import Any
 import record
 
 from raygpt.recipes import load_recipe
-from raygpt.training import launch
 from raygpt.training.mfu import mfu
+from raygpt.training.prepared import Prepared
+from raygpt.training.ray import launch
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def main() -> None:
     record.show(figures, arguments.name)
 
 
-def measured(events: list[dict[str, Any]], run: launch.Prepared, began: float) -> dict[str, Any]:
+def measured(events: list[dict[str, Any]], run: Prepared, began: float) -> dict[str, Any]:
     """The figures of a run that began then, from what it said."""
     about = next(event for event in events if event.get("event") == "start")
     logged = [event for event in events if "loss" in event or "val_loss" in event]

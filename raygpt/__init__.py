@@ -12,13 +12,13 @@ from raygpt.version import __version__ as __version__
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from raygpt.training.launch import Result
+    from raygpt.training.ray.launch import Result
 
 
 def train(recipe: str, **overrides: Any) -> "Result":
     """Run a shipped recipe or a YAML file; overrides are dotted keys or whole parts, e.g. `training={"steps": 100}`."""
     from raygpt.recipes import load_recipe
-    from raygpt.training import launch
+    from raygpt.training.ray import launch
 
     loaded = load_recipe(recipe, overrides)
     with launch.on_cluster(loaded):
@@ -26,7 +26,7 @@ def train(recipe: str, **overrides: Any) -> "Result":
 
 
 def run(function: "Callable[..., None]", config: dict[str, Any] | None = None, **where: Any) -> "Result":
-    """Run a JAX function of your own on the same workers; `where` is what `raygpt.training.function.run` takes."""
-    from raygpt.training import function as own
+    """Run a JAX function of your own on the same workers; `where` is what `raygpt.training.ray.function.run` takes."""
+    from raygpt.training.ray import function as own
 
     return own.run(function, config, **where)

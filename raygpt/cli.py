@@ -60,8 +60,8 @@ def train(
     """Train a model: prepare its corpus where needed, then run the recipe, or go on where its run stopped."""
     from raygpt import console
     from raygpt.recipes import load_recipe
-    from raygpt.training import launch
     from raygpt.training.profiling import parse_steps
+    from raygpt.training.ray import launch
 
     loaded = load_recipe(recipe, overrides or [])
     traced = parse_steps(profile) if profile else None

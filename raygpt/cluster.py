@@ -1,7 +1,6 @@
 """The Ray cluster that work runs on: the one that RAY_ADDRESS names, or a local one started for this process."""
 
 import contextlib
-import json
 import logging
 import os
 import warnings
@@ -27,14 +26,6 @@ def connected(cpus: int | None = None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def is_our_own() -> bool:
-    """Whether this process started the Ray cluster that it is on, and no other node has joined: it ends with us."""
-    import ray._private.worker
-
-    node: Any = ray._private.worker._global_node
-    return node is not None and bool(node.is_head()) and len(ray.nodes()) == 1  # type: ignore[no-untyped-call]
 
 
 def _connect(address: str | None, cpus: int) -> None:
@@ -63,7 +54,7 @@ def _connect(address: str | None, cpus: int) -> None:
 
 def _present_token() -> None:
     """A cluster that was started with a token wants to see it; a driver that is given an address does not show it."""
-    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+    from raygpt.training.ray.private import maybe_enable_token_auth_if_token_available
 
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
@@ -74,30 +65,14 @@ def _our_code() -> dict[str, Any]:
     return {} if is_job else {"py_modules": [str(Path(__file__).parent)]}
 
 
-def has_autoscaler() -> bool:
-    """Whether the cluster can grow by itself.
-
-    Ray's monitor reports on every cluster. Where it only watches, it calls a node's type by the node's id. The second
-    autoscaler, which Kubernetes uses, only runs where there is something to scale.
-    """
-    from ray.autoscaler.v2.utils import is_autoscaler_v2
-    from ray.experimental.internal_kv import _internal_kv_get
-
-    if is_autoscaler_v2(fetch_from_server=True):
-        return True
-    status = json.loads(_internal_kv_get("__autoscaling_status") or "{}")
-    kinds: dict[str, str] = (status.get("autoscaler_report") or {}).get("node_type_mapping") or {}
-    return any(kind != f"node_{node}" for node, kind in kinds.items())
-
-
 def _quieten() -> None:
     """Ray's own lines go to its log files: a person wants the progress, the loss and what to do next."""
-    import ray._private.worker
-    import ray.data  # sets up its logger
+
+    from raygpt.training.ray import private
 
     warnings.filterwarnings("ignore", module=r"ray\.")
     logging.getLogger("ray").setLevel(logging.ERROR)
-    ray._private.worker.print_to_stdstream = _to_log  # what the cluster says of a process that died: see recovery.py
+    private.worker.print_to_stdstream = _to_log  # what the cluster says of a process that died: see recovery.py
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setLevel(logging.CRITICAL + 1)

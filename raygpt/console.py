@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from raygpt.corpus.store import TokenStore
     from raygpt.doctor import Finding
     from raygpt.recipes.explain import Key
-    from raygpt.training.launch import Prepared, Result
+    from raygpt.training.prepared import Prepared
+    from raygpt.training.ray.launch import Result
     from raygpt.training.session import Event
 
 out = Console(highlight=False)

@@ -22,7 +22,7 @@ from raygpt.engines import read_weights
 from raygpt.recipes import load_recipe
 from raygpt.runs import RECIPE, checkpoints, metrics
 from raygpt.testing.faults import VARIABLE, Strike, from_environment
-from raygpt.training.launch import Result
+from raygpt.training.ray.launch import Result
 
 
 @dataclass(frozen=True)

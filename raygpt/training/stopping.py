@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 from raygpt import storage
 from raygpt.errors import RaygptError
@@ -18,12 +17,14 @@ from raygpt.runs.lock import lock_owner
 from raygpt.training.session import Event
 
 WISH = "stop"
-LOOKED_S = 2.0
+STOP_POLL_S = 2.0  # between two looks for a wish from elsewhere
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, `kill` and `ray job stop`, a closed terminal
 
 
 @contextlib.contextmanager
-def stoppable(run_folder: str, mailbox: Any, watch: Callable[[Event], None]) -> Iterator[Callable[[], None]]:
+def stoppable(
+    run_folder: str, stop_workers: Callable[[], object], watch: Callable[[Event], None]
+) -> Iterator[Callable[[], None]]:
     """Inside the block signals ask the workers to save and end. Yields what looks for a wish from elsewhere."""
     uri = storage.join(run_folder, WISH)
     asked = threading.Event()
@@ -32,7 +33,7 @@ def stoppable(run_folder: str, mailbox: Any, watch: Callable[[Event], None]) -> 
 
     def ask(who: str) -> None:
         asked.set()
-        mailbox.wish.remote("stop")
+        stop_workers()
         unsaid.append(f"{who}: saving after one of the next steps")
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -44,7 +45,7 @@ def stoppable(run_folder: str, mailbox: Any, watch: Callable[[Event], None]) -> 
         nonlocal looked
         while unsaid:
             watch({"event": "stopping", "text": unsaid.pop(0)})
-        if asked.is_set() or time.monotonic() - looked < LOOKED_S:
+        if asked.is_set() or time.monotonic() - looked < STOP_POLL_S:
             return
         looked = time.monotonic()
         with contextlib.suppress(OSError, RaygptError):

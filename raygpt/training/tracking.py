@@ -1,6 +1,6 @@
-"""Who else is told of a run's metrics: TensorBoard, Weights & Biases, MLflow, and Ray's own metrics.
+"""Who else is told of a run's metrics: TensorBoard, Weights & Biases and MLflow; ray/metrics.py: Ray's own metrics.
 
-    tracking = start_tracking(recipe, run_folder, warn)   # in one worker
+    tracking = start_tracking(recipe, run_folder, warn, {})   # in one worker
     tracking.begin(after=100)                             # as the run begins, or goes on after a step
     tracking.record({"step": 110, "loss": 3.2, …})        # each line of metrics.jsonl, as it is logged
     tracking.close()
@@ -71,9 +71,11 @@ def require(track: Track, run_folder: str) -> None:
         raise RaygptError("track.mlflow: true is a file beside the runs, which s3 has not; write a server's address")
 
 
-def start_tracking(recipe: Recipe, run_folder: str, warn: Callable[[str], None]) -> "Tracking":
-    """All that a recipe asks for, and Ray's metrics."""
-    makers: dict[str, Make] = {"Ray metrics": lambda after: RayMetrics(run_folder, after)}
+def start_tracking(
+    recipe: Recipe, run_folder: str, warn: Callable[[str], None], others: Mapping[str, Make]
+) -> "Tracking":
+    """All that a recipe asks for, and others by their names."""
+    makers = dict(others)
     if recipe.track.tensorboard:
         makers["track.tensorboard"] = lambda after: TensorBoard(run_folder, after)
     if project := recipe.track.wandb:
@@ -261,53 +263,6 @@ class Mlflow:
 
     def close(self, is_well: bool) -> None:
         self._client.set_terminated(self._run, status="FINISHED" if is_well else "FAILED")
-
-
-class RayMetrics:
-    """ray_raygpt_… in Ray's Prometheus endpoint and dashboard, by the tag `run`."""
-
-    DESCRIPTIONS = {  # noqa: RUF012
-        "step": "Steps done.",
-        "loss": "Training loss of the last logged step.",
-        "val_loss": "Last validation loss.",
-        "lr": "Learning rate.",
-        "grad_norm": "Norm of the gradient before clipping.",
-        "skipped": "Steps that were left out so far.",
-        "spikes": "Steps whose loss or gradient norm was far above what is usual, so far.",
-        "tokens": "Tokens trained on.",
-        "tokens_per_s": "Tokens per second since the last log line.",
-        "mfu": "Share of the devices' peak that the model's arithmetic takes.",
-        "data_wait_s": "Seconds waited for data since the last log line.",
-        "restarts": "How often the run was started anew.",
-    }
-
-    def __init__(self, run_folder: str, after: int):
-        from ray.util.metrics import Gauge
-
-        self.had: dict[str, int] = {}
-        tags = {"run": run_folder.rstrip("/").rsplit("/", 1)[-1]}
-        self._gauges = {
-            name: Gauge(f"raygpt_{name}", description=text, tag_keys=("run",))
-            for name, text in {**self.DESCRIPTIONS, **{name: f"Last {name}." for name in SCORES}}.items()
-        }
-        for gauge in self._gauges.values():
-            gauge.set_default_tags(tags)
-        self._restarts = 0.0  # a gauge, not a counter: a counter would begin at zero in each new process
-        self._set({"step": after})
-
-    def send(self, lines: Sequence[Numbers]) -> None:
-        last: dict[str, float] = {}
-        for line in lines:
-            last |= {**line.metrics, "step": line.step}
-            self._restarts += line.metrics.get("restarts", 0.0)
-        self._set(last)
-
-    def _set(self, values: Mapping[str, float]) -> None:
-        for name, value in {**values, "restarts": self._restarts}.items():
-            self._gauges[name].set(value)
-
-    def close(self, is_well: bool) -> None:
-        """They go with the process."""
 
 
 def _id_of(run_folder: str) -> str:

@@ -25,7 +25,7 @@ from ray.cluster_utils import Cluster
 
 from raygpt.recipes import load_recipe
 from raygpt.testing.chaos import read_state
-from raygpt.training import launch, scaling
+from raygpt.training.ray import launch, scaling
 from raygpt.training.stopping import ask_to_stop
 
 STEPS_EACH = 15  # with every number of workers

@@ -24,7 +24,7 @@ from ray.cluster_utils import Cluster
 import raygpt
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
-from raygpt.training import launch
+from raygpt.training.ray import launch
 
 SEEN = (
     *("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "LD_LIBRARY_PATH", "TPU_VISIBLE_CHIPS", "RAYGPT_TEST"),
@@ -220,7 +220,8 @@ def autoscaler(folder):
 
 def _wait_for_nodes(folder, port):
     """What is said while the nodes are missing, and what the workers then saw."""
-    from raygpt.cluster import connected, has_autoscaler
+    from raygpt.cluster import connected
+    from raygpt.training.ray.scaling import has_autoscaler
 
     deadline = time.monotonic() + 60
     while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < deadline:

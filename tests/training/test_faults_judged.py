@@ -10,8 +10,8 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.exceptions import WorkerGroupError
 
 from raygpt.errors import RaygptError, StorageError
-from raygpt.training import launch, recovery
-from raygpt.training.recovery import Recovery
+from raygpt.training.ray import recovery, trainer
+from raygpt.training.ray.recovery import Recovery
 
 
 @pytest.fixture
@@ -67,12 +67,12 @@ def test_there_is_a_limit_to_all_of_them_and_what_the_user_has_to_mend_ends_it_a
 
 def test_where_ray_loses_what_carries_events_the_run_ends_with_what_to_do():
     ended = []
-    trainer = SimpleNamespace(fit=lambda: None, end=lambda: ended.append(True))
+    driven = SimpleNamespace(fit=lambda: None, end=lambda: ended.append(True))
 
     def poll():
         raise ray.exceptions.RayActorError
 
-    error = launch._fit(trainer, poll)
+    error = trainer._fit_in_thread(driven, poll)
     assert isinstance(error, RaygptError)
     assert str(error).endswith("the same command goes on with it")
     assert ended == [True]

@@ -9,7 +9,7 @@ from ray._private.state import actors
 
 import raygpt
 from raygpt.errors import RaygptError
-from raygpt.training import function
+from raygpt.training.ray import function
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +99,6 @@ def test_a_function_that_fails_is_not_repeated_unless_that_is_asked_for(monkeypa
     asked = []
     monkeypatch.setattr(function, "connected", lambda cpus: contextlib.nullcontext())
     monkeypatch.setattr(function, "open_mailbox", lambda: None)
-    monkeypatch.setattr(function, "fit", lambda *words, **keys: asked.append(keys["max_faults"]))
+    monkeypatch.setattr(function, "fit", lambda trainer, watch: asked.append(trainer.run_config.failure_config))
     raygpt.run(look, cluster={"accelerator": "cpu", **cluster})
-    assert asked == [faults]
+    assert [config.max_failures for config in asked] == [faults]

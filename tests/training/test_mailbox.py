@@ -1,6 +1,6 @@
 """What the actor between workers and driver keeps, and what it forgets."""
 
-from raygpt.training.mailbox import Mailbox
+from raygpt.training.ray.mailbox import Mailbox
 
 
 def test_a_wish_to_stop_outlives_the_workers_that_took_it():

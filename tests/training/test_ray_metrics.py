@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 from conftest import CHECKOUT
 
-from raygpt.training.tracking import RayMetrics
+from raygpt.training.ray.metrics import RayMetrics
 
 
 @pytest.fixture

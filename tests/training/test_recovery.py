@@ -17,9 +17,9 @@ from raygpt.runs import checkpoints
 from raygpt.runs.metrics import read as read_metrics
 from raygpt.testing.chaos import losses
 from raygpt.testing.faults import VARIABLE
-from raygpt.training.launch import fit
-from raygpt.training.mailbox import open_mailbox
-from raygpt.training.scaling import choose_workers
+from raygpt.training.ray.mailbox import open_mailbox
+from raygpt.training.ray.scaling import choose_workers
+from raygpt.training.ray.trainer import Trainer, fit
 from raygpt.training.stopping import ask_to_stop
 
 SMALL = {
@@ -91,8 +91,9 @@ def test_workers_end_with_a_driver_that_gives_up_where_ray_lives_on(ray_cluster,
             raise RaygptError("taken over by somebody else")
 
     workers, mailbox = choose_workers(check_part("cluster", {"workers": 2})), open_mailbox()
+    trainer = Trainer(work, {"folder": str(tmp_path)}, workers, str(tmp_path / "run"), mailbox)
     with pytest.raises(RaygptError, match="taken over"):
-        fit(work, {"folder": str(tmp_path)}, workers, str(tmp_path / "run"), mailbox, lambda event: None, poll=poll)
+        fit(trainer, lambda event: None, poll)
     deadline = time.monotonic() + 60
     for path in tmp_path.glob("*.pid"):
         while Path("/proc", path.read_text()).exists():
@@ -171,7 +172,7 @@ def test_a_driver_may_be_killed_interrupted_and_stopped_from_elsewhere(driver, r
     wait_for_step(folder, 12, killed)
     killed.kill()
     killed.wait()
-    interrupted = driver("driven")  # its hold is stale
+    interrupted = driver("driven")  # its lock is stale
     wait_for_step(folder, 60, interrupted)
     interrupted.send_signal(signal.SIGINT)
     output = interrupted.communicate(timeout=120)[0]

@@ -10,7 +10,8 @@ from raygpt.corpus import tokenizers
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
-from raygpt.training import launch
+from raygpt.training.prepared import Prepared
+from raygpt.training.ray import launch
 from raygpt.training.resume import changed_rate, check, check_text, fork
 
 
@@ -78,12 +79,13 @@ def test_whoever_watches_is_warned_before_the_run_goes_on(tmp_path, monkeypatch)
     folder, longer, seen = str(tmp_path), schedule("cosine", 400), []
     checkpoints.commit(checkpoints.folder_of(folder, 200), 200, {"recipe": schedule("cosine", 200).to_dict()}, {})
     corpus = SimpleNamespace(tokenizer=tokenizers.Bytes(), stores=(), close=lambda: None)
-    run = launch.Prepared(longer, longer, corpus, SimpleNamespace(run_folder=folder, steps=400), None, 200, None, {})
+    run = Prepared(longer, longer, corpus, SimpleNamespace(run_folder=folder, steps=400), None, 200, None, {})
     for name, instead in {
         "on_cluster": lambda recipe: contextlib.nullcontext(),
         "open_mailbox": lambda: None,
         "choose_workers": lambda *asked: None,
         "stoppable": lambda *asked: contextlib.nullcontext(lambda: None),
+        "Trainer": lambda *asked, **keys: None,
         "fit": lambda *asked, **keys: seen.append("the run"),
     }.items():
         monkeypatch.setattr(launch, name, instead)

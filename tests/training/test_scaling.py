@@ -7,11 +7,23 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
 import raygpt
 from raygpt.engines import for_gpus
+from raygpt.training.ray import scaling
 
 SCRIPT = Path(__file__).with_name("nodes.py")
+
+
+def test_a_cluster_that_this_process_started_is_our_own_and_no_other(ray_cluster, monkeypatch):
+    assert scaling.is_our_own()
+    node = ray._private.worker._global_node
+    monkeypatch.setattr(ray, "nodes", lambda: ["ours", "one that joined"])
+    assert not scaling.is_our_own()
+    monkeypatch.undo()
+    monkeypatch.setattr(node, "head", False)  # as where one was found at an address
+    assert not scaling.is_our_own()
 
 
 @pytest.fixture(scope="module")

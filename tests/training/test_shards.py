@@ -5,7 +5,7 @@ import pytest
 
 from raygpt.corpus.feed import Feed, rows_of_worker
 from raygpt.corpus.prepare import prepare
-from raygpt.training.shards import RowsByRank
+from raygpt.training.ray.shards import RowsByRank
 
 CONTEXT, ROWS, BATCHES = 16, 5, range(3, 9)
 

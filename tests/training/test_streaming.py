@@ -9,10 +9,11 @@ import pytest
 from raygpt import storage
 from raygpt.corpus import pipeline, prepare
 from raygpt.corpus.growing import is_whole
+from raygpt.corpus.mixture import growing_text
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
-from raygpt.training import launch
+from raygpt.training.ray import launch
 
 UNITS = 4
 BATCH = 5 * 16  # tokens; a unit has some 2,000, so 25 batches
@@ -119,7 +120,7 @@ def test_a_prepare_that_fails_at_once_is_refused_before_workers_start(home):
 
 @pytest.mark.slow
 def test_training_that_ends_first_ends_prepare_which_the_next_run_continues(home, monkeypatch):
-    job, folder = launch.growing_text(recipe(home, "any", 5).data, str(home / "stores"))
+    job, folder = growing_text(recipe(home, "any", 5).data, str(home / "stores"))
     seen = []
     background = prepare.Background(job, folder, lambda progress: (seen.append(progress), time.sleep(0.1)))
     while not seen:

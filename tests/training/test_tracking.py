@@ -15,7 +15,8 @@ from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.runs import metrics
 from raygpt.training import tracking
-from raygpt.training.tracking import Mlflow, Numbers, RayMetrics, TensorBoard, Tracking, Wandb, require
+from raygpt.training.ray.metrics import RayMetrics
+from raygpt.training.tracking import Mlflow, Numbers, TensorBoard, Tracking, Wandb, require
 
 
 @pytest.fixture
@@ -332,7 +333,7 @@ def test_ray_metrics_count_the_restarts_of_a_runs_whole_life(folder, monkeypatch
         def set(self, value):
             seen[self.name] = value
 
-    monkeypatch.setattr("ray.util.metrics.Gauge", Gauge)
+    monkeypatch.setattr("raygpt.training.ray.metrics.Gauge", Gauge)
     gauges = RayMetrics(folder, after=5)
     assert seen == {"step": 5, "restarts": 0}
     gauges.send(
@@ -345,9 +346,9 @@ def test_ray_metrics_count_the_restarts_of_a_runs_whole_life(folder, monkeypatch
     assert (seen["skipped"], seen["spikes"], seen["hellaswag_acc_norm"]) == (3.0, 3.0, 3.0)
 
 
-def test_a_recipe_starts_what_it_names_beside_rays_metrics(folder, monkeypatch):
+def test_a_recipe_starts_what_it_names_beside_others(folder, monkeypatch):
     made = []
     monkeypatch.setattr(tracking, "Tracking", lambda makers, run_folder, warn: made.extend(makers))
     recipe = load_recipe("tiny", ["track.tensorboard=true", "track.wandb=p", "track.mlflow=true"])
-    tracking.start_tracking(recipe, folder, print)
+    tracking.start_tracking(recipe, folder, print, {"Ray metrics": lambda after: None})
     assert made == ["Ray metrics", "track.tensorboard", "track.wandb", "track.mlflow"]

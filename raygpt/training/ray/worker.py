@@ -4,8 +4,11 @@ import contextlib
 import logging
 import socket
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import ray.train
 
 from raygpt import storage
 from raygpt.config import Recipe
@@ -15,8 +18,10 @@ from raygpt.errors import StorageError
 from raygpt.runs import RECIPE
 from raygpt.training.loop import Loop
 from raygpt.training.plan import split_batch
-from raygpt.training.scaling import not_shared
-from raygpt.training.session import RaySession, Session
+from raygpt.training.ray.metrics import RayMetrics
+from raygpt.training.ray.scaling import not_shared
+from raygpt.training.ray.session import RaySession
+from raygpt.training.session import Session
 from raygpt.training.task import Task
 from raygpt.training.tracking import start_tracking
 from raygpt.training.watchdog import Watchdog
@@ -26,15 +31,14 @@ LOGS = "logs"
 
 def work(config: dict[str, Any]) -> None:
     """The function that Ray Train runs in each worker."""
-    import ray.train
-
     task: Task = config["task"]
     _find_run(task.run_folder)
     log = log_to(task.run_folder, f"worker-{ray.train.get_context().get_world_rank()}.log")
     watchdog = Watchdog(task.recipe.training.hang_after, log)
     session = RaySession(task.run_folder, config["mailbox"], watchdog)
     if session.rank == 0:
-        session.listen(start_tracking(task.recipe, task.run_folder, session.warn))
+        others = {"Ray metrics": partial(RayMetrics, task.run_folder)}
+        session.listen(start_tracking(task.recipe, task.run_folder, session.warn, others))
     engine = make_engine(task.recipe, task.tokenizer.vocab, session)
     try:
         Loop(task, engine, session).run()

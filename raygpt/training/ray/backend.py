@@ -10,10 +10,10 @@ from typing import Any
 
 import ray
 import ray.train
-from ray.train._internal.utils import get_address_and_port
 from ray.train.backend import Backend, BackendConfig
 
 from raygpt.host import cores
+from raygpt.training.ray.private import get_address_and_port
 
 
 @dataclass

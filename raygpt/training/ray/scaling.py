@@ -1,5 +1,6 @@
 """What a recipe's `cluster` asks of Ray: how many workers with what, and whether the cluster can give it."""
 
+import json
 import math
 import uuid
 from collections.abc import Callable
@@ -12,10 +13,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray.util.tpu import get_num_tpu_slices, get_tpu_worker_resources
 
 from raygpt import storage
-from raygpt.cluster import has_autoscaler, is_our_own
 from raygpt.config import Cluster
 from raygpt.engines import for_gpus
 from raygpt.errors import RaygptError
+from raygpt.training.ray import private
 
 Accelerator = Literal["cpu", "gpu", "tpu"]
 Resources = dict[str, float]
@@ -114,7 +115,7 @@ def choose_workers(
 ) -> Workers:
     """`auto` takes a TPU or a GPU where the cluster has one; PyTorch knows no TPUs. What is installed on other machines
     is their affair: on a cluster of our own a GPU that the engine cannot use is left alone, with a warning."""
-    there: Resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    there: Resources = ray.cluster_resources()
     chosen = _found(cluster, engine, there) if cluster.accelerator == "auto" else cluster.accelerator
     is_mine = chosen == "gpu" and bool(there.get("GPU")) and is_our_own()
     remedy = for_gpus(engine) if engine and is_mine else None
@@ -141,6 +142,25 @@ def ensure_room(workers: Workers, say: Callable[[str], None]) -> None:
         return
     remedy = f"write cluster.workers: {room}, or add nodes" if room else "add nodes, or write cluster.accelerator: cpu"
     raise RaygptError(f"cluster.workers: {workers} do not fit: the cluster has room for {room} ({_has()}); {remedy}")
+
+
+def is_our_own() -> bool:
+    """Whether this process started the Ray cluster that it is on, and no other node has joined: it ends with us."""
+    node: Any = private.worker._global_node
+    return node is not None and bool(node.is_head()) and len(ray.nodes()) == 1
+
+
+def has_autoscaler() -> bool:
+    """Whether the cluster can grow by itself.
+
+    Ray's monitor reports on every cluster. Where it only watches, it calls a node's type by the node's id. The second
+    autoscaler, which Kubernetes uses, only runs where there is something to scale.
+    """
+    if private.is_autoscaler_v2(fetch_from_server=True):
+        return True
+    status = json.loads(private.internal_kv_get("__autoscaling_status") or "{}")
+    kinds: dict[str, str] = (status.get("autoscaler_report") or {}).get("node_type_mapping") or {}
+    return any(kind != f"node_{node}" for node, kind in kinds.items())
 
 
 def ensure_shared(run_folder: str) -> None:
@@ -175,7 +195,7 @@ def _at(node: dict[str, Any]) -> Any:
 
 
 def _alive() -> list[dict[str, Any]]:
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    nodes: list[dict[str, Any]] = ray.nodes()
     return [node for node in nodes if node["Alive"]]
 
 

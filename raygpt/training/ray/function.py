@@ -12,9 +12,10 @@ from raygpt.cluster import connected
 from raygpt.errors import RaygptError
 from raygpt.host import cores
 from raygpt.recipes import check_part
-from raygpt.training.launch import Result, fit
-from raygpt.training.mailbox import open_mailbox
-from raygpt.training.scaling import choose_workers
+from raygpt.training.ray.launch import Result
+from raygpt.training.ray.mailbox import open_mailbox
+from raygpt.training.ray.scaling import choose_workers
+from raygpt.training.ray.trainer import Trainer, fit
 from raygpt.training.session import Event
 
 
@@ -35,7 +36,7 @@ def run(
     A fault ends the run unless `max_faults` is given: only a function that begins with `ray.train.get_checkpoint()`
     goes on where it was. Three faults without a report in between end it all the same.
     """
-    asked = check_part("cluster", cluster or {})
+    asked = check_part("cluster", {"max_faults": 0} | (cluster or {}))
     if "mesh" in asked.model_fields_set:
         raise RaygptError("cluster.mesh: is a recipe's; leave it out, and call jax.make_mesh in the function")
     name = name or time.strftime("function-%Y%m%d-%H%M%S")
@@ -52,16 +53,8 @@ def run(
 
     with connected(cpus=cores() + asked.max_workers):
         mailbox = open_mailbox()
-        error = fit(
-            function,
-            config or {},
-            choose_workers(asked),
-            folder,
-            mailbox,
-            see,
-            max_faults=asked.max_faults if "max_faults" in asked.model_fields_set else 0,
-            callbacks=[_Reports(mailbox)],
-        )
+        workers, callbacks = choose_workers(asked), [_Reports(mailbox)]
+        error = fit(Trainer(function, config or {}, workers, folder, mailbox, callbacks=callbacks), see)
     return Result(folder, reported, reported.pop("checkpoint", None), error)
 
 

@@ -1,0 +1,106 @@
+"""From a recipe to a run that is ready to start: corpus, plan, and everything that can be refused before."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from raygpt import storage
+from raygpt.config import Recipe
+from raygpt.corpus import tokenizers
+from raygpt.corpus.feed import Feed
+from raygpt.corpus.mixture import Mixture, growing_text, open_growing, open_mixture
+from raygpt.corpus.prepare import Watch
+from raygpt.corpus.store import STORES
+from raygpt.engines import require
+from raygpt.errors import RaygptError
+from raygpt.evaluation import prompts
+from raygpt.evaluation.tasks import Item, choose, read_items
+from raygpt.runs import checkpoints
+from raygpt.runs.checkpoints import Checkpoint
+from raygpt.testing import faults
+from raygpt.training import resume, tracking
+from raygpt.training.plan import Plan, in_steps, make_plan
+from raygpt.training.task import Task
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to start."""
+
+    recipe: Recipe  # with every length in steps
+    asked: Recipe  # as it was written: epochs stay epochs
+    corpus: Mixture
+    plan: Plan
+    feed: Feed
+    after: int  # the step that it goes on after; 0 for a new one
+    start_from: Checkpoint | None
+    questions: Mapping[str, Sequence[Item]]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.after >= self.plan.steps and self.after in checkpoints.scores(self.plan.run_folder)
+
+    def task(self, profile: tuple[int, int] | None) -> Task:
+        """What its workers do."""
+        folder = self.plan.run_folder
+        val, struck = tuple(store.val for store in self.corpus.stores), faults.from_environment(folder)
+        return Task(self.recipe, self.feed, val, folder, self.start_from, self.questions, profile, struck)
+
+
+def run_folder_of(recipe: Recipe) -> str:
+    """Where a recipe's run lies."""
+    return storage.join(storage.absolute(recipe.run.storage), str(recipe.run.name))
+
+
+def prepare_run(recipe: Recipe, watch: Watch, force: bool, spare_cpus: Callable[[], float]) -> Prepared:
+    """Prepare the corpus, or begin to; work out every number; refuse what cannot be.
+
+    `spare_cpus` says how many CPUs the workers leave to tokenise while they train.
+    """
+    home, folder = storage.absolute(recipe.run.storage), run_folder_of(recipe)
+    tracking.require(recipe.track, folder)
+    require(recipe.engine, recipe.model.implementation)
+    after = resume.check(folder, recipe, force)
+    questions = _questions(recipe)
+    corpus = _open_corpus(recipe, storage.join(home, STORES), watch, spare_cpus)
+    try:
+        context, seed = recipe.model.context, recipe.training.seed
+        feed = corpus.feed(context=context, batch_rows=recipe.rows, order=recipe.data.order, seed=seed)
+        feed.rows(0)  # a corpus that is too short, or not of its tokenizer, is refused here
+        known = in_steps(recipe, corpus.windows(context))
+        plan = make_plan(
+            known,
+            vocab=corpus.tokenizer.vocab,
+            train_tokens=corpus.train_tokens,
+            val_tokens=corpus.val_tokens,
+            run_folder=folder,
+        )
+        prompts.encode(corpus.tokenizer, known.training.prompts, context)  # refuses what cannot be written on
+        tokenizer = tokenizers.fingerprint(corpus.tokenizer)
+        resume.check_text(folder, after, tokenizer, [stream.index.fingerprint for stream in feed.streams], force)
+        if after >= plan.steps:  # its last checkpoint had better be whole
+            found, _ = checkpoints.newest(folder)
+            after = found.step if found else 0
+        start_from = resume.fork(known, home, tokenizer, after)
+    except BaseException:
+        corpus.close()
+        raise
+    return Prepared(known, recipe, corpus, plan, feed, after, start_from, questions)
+
+
+def _open_corpus(recipe: Recipe, stores: str, watch: Watch, spare_cpus: Callable[[], float]) -> Mixture:
+    """Whole, or while it is tokenised where its order allows it and the workers leave a CPU to do so."""
+    text = growing_text(recipe.data, stores)
+    if text and (asked := recipe.training.in_epochs):
+        raise RaygptError(
+            f"{asked} needs the whole corpus, but data.order: sequential trains while it is still being tokenised; "
+            "give training.steps, eval_every and checkpoint_every in steps, or write data.order: shuffled"
+        )
+    if text and (spare := spare_cpus()) >= 1:
+        return open_growing(*text, watch, spare)
+    return open_mixture(recipe.data, stores, watch)
+
+
+def _questions(recipe: Recipe) -> dict[str, Sequence[Item]]:
+    """The items of each task that is scored on the way: read once, here, where a missing file is found at once."""
+    asked = recipe.training
+    return {name: read_items(name, path, asked.eval_items) for name, path in choose(asked.eval_tasks).items()}

@@ -1,0 +1,133 @@
+"""A run on Ray Train: its workers, its run directory, and what comes of it."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from raygpt import storage
+from raygpt.cluster import connected
+from raygpt.config import Recipe
+from raygpt.corpus import tokenizers
+from raygpt.corpus.prepare import Watch
+from raygpt.errors import RaygptError
+from raygpt.host import cores
+from raygpt.runs import RECIPE, checkpoints, metrics
+from raygpt.runs.lock import locked
+from raygpt.runs.records import Outcome, write_result
+from raygpt.training import prepared, resume
+from raygpt.training.prepared import Prepared
+from raygpt.training.ray.mailbox import open_mailbox
+from raygpt.training.ray.scaling import choose_workers, ensure_shared
+from raygpt.training.ray.trainer import Trainer, fit
+from raygpt.training.ray.worker import work
+from raygpt.training.session import Event
+from raygpt.training.stopping import forget_wish, stoppable
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to."""
+
+    path: str
+    metrics: dict[str, Any] = field(default_factory=dict)  # the last of each
+    checkpoint: str | None = None
+    error: BaseException | None = None
+    stopped: int | None = None  # the step that it was stopped at, and saved
+
+
+def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: bool = False) -> Prepared:
+    """Make a run ready, for the cluster that this process is connected to where there is one."""
+    if not ray.is_initialized():
+        return prepared.prepare_run(recipe, watch, force, spare_cpus=lambda: 0)
+    ensure_shared(prepared.run_folder_of(recipe))
+    workers = choose_workers(recipe.cluster, recipe.engine)
+    return prepared.prepare_run(recipe, watch, force, workers.spare_cpus)
+
+
+def on_cluster(recipe: Recipe) -> Any:
+    """Inside the block there is a Ray cluster; a local one has CPUs for the workers, and as many as there are cores for
+    Ray Data besides, so that neither waits for the other."""
+    return connected(cpus=cores() + recipe.cluster.max_workers)
+
+
+def train(
+    run: Prepared, watch: Callable[[Event], None] = lambda event: None, profile: tuple[int, int] | None = None
+) -> Result:
+    """Run it to its end, or until it is stopped; `watch` sees every event as it comes. What fails is in the result.
+
+    `profile` is the first and the last step to trace.
+    """
+    folder = run.plan.run_folder
+    seen = Seen(watch, metrics.latest(metrics.read(folder)))
+    if run.is_finished:
+        run.corpus.close()
+        return Result(folder, seen.last, checkpoints.folder_of(folder, run.after))
+    with on_cluster(run.recipe), contextlib.closing(run.corpus), locked(folder) as check_lock:
+        forget_wish(folder)
+        storage.write_bytes(storage.join(folder, RECIPE), run.asked.to_yaml().encode())
+        tokenizers.save(run.corpus.tokenizer, folder)
+        if changed := resume.changed_rate(folder, run.after, run.recipe):
+            seen.warn(changed)
+        mailbox, workers = open_mailbox(), choose_workers(run.recipe.cluster, run.recipe.engine, seen.warn)
+        with stoppable(folder, lambda: mailbox.wish.remote("stop"), seen.show) as poll, _outcome_kept(folder, seen):
+
+            def look() -> None:
+                check_lock()
+                poll()
+
+            trainer = Trainer(
+                work,
+                {"task": run.task(profile), "mailbox": mailbox},
+                workers,
+                folder,
+                mailbox,
+                engine=run.recipe.engine,
+                hang_after=run.recipe.training.hang_after,
+            )
+            seen.error = fit(trainer, seen.add, look)
+    checkpoint = checkpoints.find_newest(folder)
+    return Result(folder, seen.last, checkpoint.folder if checkpoint else None, seen.error, seen.stopped)
+
+
+@dataclass
+class Seen:
+    """What a driver has seen of its run."""
+
+    watch: Callable[[Event], None]
+    last: Event  # the last value of each metric
+    stopped: int | None = None  # the step after which it was stopped
+    error: BaseException | None = None
+
+    def add(self, event: Event) -> None:
+        """Something that the workers say."""
+        if event.get("event") == "stopped":
+            self.stopped = event["step"]
+        elif "event" not in event and "restart" not in event:
+            self.last |= event
+        self.show(event)
+
+    def show(self, event: Event) -> None:
+        """The terminal may be closed, and the run is to be saved all the same."""
+        with contextlib.suppress(OSError):
+            self.watch(event)
+
+    def warn(self, text: str) -> None:
+        self.show({"event": "warning", "text": text})
+
+
+@contextlib.contextmanager
+def _outcome_kept(run_folder: str, seen: Seen) -> Iterator[None]:
+    """Writes down how the run ended, also where the block raises."""
+    try:
+        yield
+    except BaseException as error:
+        seen.error = error
+        raise
+    finally:
+        is_stopped = seen.stopped is not None
+        outcome = Outcome("stopped", f"after step {seen.stopped}") if is_stopped else Outcome.of(seen.error)
+        with contextlib.suppress(OSError, RaygptError):
+            write_result(run_folder, outcome)

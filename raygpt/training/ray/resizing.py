@@ -1,0 +1,59 @@
+"""Policies by which Ray's controller chooses the number of workers: fixed without an autoscaler, or elastic."""
+
+import time
+from typing import Any
+
+import ray
+
+from raygpt.training.ray.private import (
+    ElasticScalingPolicy,
+    FixedScalingPolicy,
+    NoopDecision,
+    ResizeDecision,
+    ScalingDecision,
+)
+
+SAVED_WITHIN_S = 120.0  # or the workers are resized without a checkpoint
+
+
+class NoAutoscalerPolicy(FixedScalingPolicy):
+    """A fixed number of workers, where there is no autoscaler to request resources from."""
+
+    def _send_resource_request(self) -> None:
+        pass
+
+    _maybe_send_resource_request = _cancel_resource_request = _send_resource_request
+
+
+class CheckpointBeforeResize(ElasticScalingPolicy):
+    """Adding workers starts all of them anew: so first a checkpoint is asked for, and waited for."""
+
+    def __init__(self, config: Any, mailbox: Any):
+        super().__init__(config)
+        self._mailbox = mailbox
+        self._wanted: ResizeDecision | None = None
+        self._saved, self._since = 0, 0.0
+
+    def make_decision_for_running_worker_group(self, *arguments: Any, **named: Any) -> ScalingDecision:
+        if ray.get(self._mailbox.is_stopping.remote()):
+            return NoopDecision()
+        if self._wanted is None:
+            decision = super().make_decision_for_running_worker_group(*arguments, **named)
+            if isinstance(decision, ResizeDecision):
+                self._wanted, self._since = decision, time.monotonic()
+                self._saved = ray.get(self._mailbox.last_saved.remote())
+                self._mailbox.wish.remote("save")
+                return NoopDecision()
+            return decision
+        is_saved = ray.get(self._mailbox.last_saved.remote()) != self._saved
+        if not is_saved and time.monotonic() - self._since < SAVED_WITHIN_S:
+            return NoopDecision()
+        decision, self._wanted = self._wanted, None
+        whence = "there" if is_saved else "the newest checkpoint"
+        text = f"the workers start again from {whence}, {decision.num_workers} of them now"
+        self._mailbox.put.remote({"event": "fault", "text": text})
+        return decision
+
+    def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
+        self._wanted = None
+        return super().make_decision_for_non_running_worker_group()

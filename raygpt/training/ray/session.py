@@ -1,0 +1,133 @@
+"""A worker of Ray Train as the loop sees it. Metrics go into the run directory, events to the driver by an actor."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import ray.train
+from ray.train import Checkpoint, CheckpointUploadMode
+from ray.train.collective import broadcast_from_rank_zero
+
+from raygpt import storage
+from raygpt.runs.metrics import MetricsFile
+from raygpt.training.session import Event, Listener, Orders, asked_again
+from raygpt.training.watchdog import Watchdog
+
+REPORTED_S = 5.0  # at least so long between two checkpoints that Ray is told of: each time all workers wait for it
+
+
+class RaySession:
+    """A worker of Ray Train. Metrics go into the run directory; an actor holds them for the driver."""
+
+    def __init__(self, run_folder: str, mailbox: Any, watchdog: Watchdog):
+        context = ray.train.get_context()
+        self.rank, self.workers = int(context.get_world_rank()), int(context.get_world_size())
+        self._mailbox, self._watchdog = mailbox, watchdog
+        self._metrics = MetricsFile(run_folder, self.warn)
+        self._listener: Listener | None = None
+        self._preempted: Any = None  # the last that is known of nodes about to be lost
+        self._whole: str | None = None  # a checkpoint that Ray does not know of yet
+        self._reported = 0.0
+
+    def emit(self, event: Event) -> None:
+        if self.rank == 0:
+            self._mailbox.put.remote(event)
+
+    def listen(self, listener: Listener) -> None:
+        """Tell somebody else of the metrics, too; in rank 0."""
+        self._listener = listener
+
+    def warn(self, text: str) -> None:
+        self.emit({"event": "warning", "text": text})
+
+    def record(self, metrics: Event) -> None:
+        if self.rank == 0:
+            metrics = {**metrics, "time": round(time.time(), 3)}
+            self._metrics.append(metrics)
+            self.emit(metrics)
+            if self._listener:
+                self._listener.record(metrics)
+
+    def resume(self, step: int, is_validated: bool = True) -> None:
+        if self.rank == 0:
+            ray.get(self._mailbox.begin.remote())
+            is_restart = self._metrics.keep_until(step, is_validated)
+            if self._listener:
+                self._listener.begin(step)
+            if is_restart:
+                self.record({"step": step, "restart": True})
+
+    def beat(self, step: int) -> None:
+        self._watchdog.feed()
+        if self.rank == 0:
+            self._mailbox.beat.remote(step)
+
+    def rest(self) -> None:
+        self._watchdog.rest()
+
+    def orders(self, steps_per_s: float) -> Orders:
+        """Two collectives of Ray's, of about a millisecond each."""
+        stop, save, report, again = self._broadcast(self._wanted(steps_per_s) if self.rank == 0 else None)
+        if report:
+            self._report(str(report))
+        preempted = ray.train.get_preemption_info()
+        is_news, self._preempted = preempted is not None and preempted != self._preempted, preempted
+        if is_news:
+            self.warn("a node is about to be lost: saving before it goes")
+        return Orders(stop, save or is_news, again)
+
+    def _wanted(self, steps_per_s: float) -> tuple[bool, bool, str | None, int]:
+        """Rank 0: what the driver and the controller wish, the checkpoint that Ray is to be told of, and when to ask
+        again."""
+        wishes = ray.get(self._mailbox.take_wishes.remote())
+        is_time = time.monotonic() - self._reported > REPORTED_S
+        report, self._whole = (self._whole, None) if is_time else (None, self._whole)
+        return "stop" in wishes, "save" in wishes, report, asked_again(steps_per_s)
+
+    def _report(self, folder: str) -> None:
+        """Ray is told where it lies, and copies nothing."""
+        self._reported = time.monotonic()
+        filesystem, path = storage.filesystem(folder) if storage.is_remote(folder) else (None, folder)
+        checkpoint = Checkpoint(path, filesystem) if self.rank == 0 else None
+        ray.train.report({}, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+
+    def _broadcast(self, value: Any) -> Any:
+        return broadcast_from_rank_zero(value)
+
+    def decide(self, what: Callable[[], int]) -> int:
+        return int(self._broadcast(what() if self.rank == 0 else None))
+
+    def expect(self, step: int) -> None:
+        ray.get(self._mailbox.expect.remote(step))
+
+    def flush(self) -> None:
+        if self.rank == 0:
+            self._metrics.flush()
+
+    def add_part(self, step: int, part: dict[str, Any]) -> None:
+        self._mailbox.add_part.remote(step, self.rank, part)
+
+    def parts_of(self, step: int) -> dict[int, dict[str, Any]]:
+        parts: dict[int, dict[str, Any]] = ray.get(self._mailbox.parts_of.remote(step))
+        return parts
+
+    def saved(self, step: int, folder: str) -> None:
+        self._whole = folder
+        self._mailbox.saved.remote(step)
+
+    def close(self) -> None:
+        """Ray hears of the last checkpoint, and the metrics are all where they belong."""
+        report = self._broadcast(self._whole)
+        if report:
+            self._report(report)
+        self._watchdog.stop()
+        self.flush()
+        if self._listener:
+            self._listener.close()
+
+    def fail(self) -> None:
+        """An error ends this worker: what was logged is kept, and told."""
+        self.flush()
+        if self._listener:
+            self._listener.close(is_well=False)

@@ -1,0 +1,167 @@
+"""Ray's trainer as raygpt runs it: our policies in its controller, and events shown while it runs.
+
+trainer = Trainer(function, config, workers, run_folder, mailbox)
+error = fit(trainer, watch)
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import ray
+from ray.train.v2.api.config import FailureConfig, RunConfig
+from ray.train.v2.jax.config import JaxConfig
+
+from raygpt import storage
+from raygpt.errors import RaygptError, first_line
+from raygpt.training.ray.backend import Processes
+from raygpt.training.ray.mailbox import on_this_node
+from raygpt.training.ray.private import (
+    HEALTH_CHECK_INTERVAL_S_ENV_VAR,
+    DataParallelTrainer,
+    DatasetsCallback,
+    PlacementGroupCleanerCallback,
+    PreemptionCallback,
+    TrainController,
+    get_env_vars_to_propagate,
+)
+from raygpt.training.ray.recovery import Recovery, root_cause
+from raygpt.training.ray.resizing import CheckpointBeforeResize, NoAutoscalerPolicy
+from raygpt.training.ray.scaling import Workers, ensure_room, is_our_own
+from raygpt.training.session import Event
+
+POLL_S = 0.2  # between two looks for events
+HEALTH_CHECK_S = 0.5  # between two looks at the workers; Ray's 2 s are felt at a run's start and end
+ENDED_S = 10.0  # that workers are given to end in good order
+RAYS_OWN = "checkpoint_manager_snapshot.json"  # refuses to start where a checkpoint that it names was pruned since
+ON_OTHERS_CLUSTERS = (PlacementGroupCleanerCallback, PreemptionCallback)  # which outlive a run, and lose nodes
+
+
+class Trainer(DataParallelTrainer):
+    """Runs a function in every worker, with our answer to faults and a checkpoint before workers are added."""
+
+    def __init__(
+        self,
+        function: Callable[..., None],
+        config: dict[str, Any],
+        workers: Workers,
+        run_folder: str,
+        mailbox: Any,
+        *,
+        engine: str = "jax",
+        hang_after: float | None = None,
+        callbacks: Sequence[Any] = (),
+    ):
+        home, _, name = run_folder.rpartition("/")
+        filesystem, path = storage.filesystem(home) if storage.is_remote(home) else (None, home)
+        run_config: Any = RunConfig(
+            name=name,
+            storage_path=path,
+            storage_filesystem=filesystem,
+            worker_runtime_env=workers.runtime_env,
+            callbacks=[*callbacks] or None,
+            failure_config=FailureConfig(max_failures=workers.cluster.max_faults),
+        )
+        super().__init__(
+            function,
+            train_loop_config=config,
+            backend_config=JaxConfig(use_tpu=True) if workers.accelerator == "tpu" else Processes(engine),
+            scaling_config=workers.scaling(),
+            run_config=run_config,
+        )
+        self.workers, self.run_folder, self.mailbox = workers, run_folder, mailbox
+        self._hang_after = hang_after
+        self._controller: Any = None
+
+    def _initialize_and_run_controller(self, **parts: Any) -> Any:
+        """Ray has no way to name another policy, nor to end a run from another thread: so its controller is made here,
+        where `fit` makes it."""
+        scaling, is_ours = cast("Any", self.scaling_config), is_our_own()
+        parts["failure_policy"] = Recovery(self.run_config.failure_config, self.mailbox, self._hang_after)
+        if self.workers.is_elastic:
+            parts["scaling_policy"] = CheckpointBeforeResize(scaling, self.mailbox)
+        elif is_ours:
+            parts["scaling_policy"] = NoAutoscalerPolicy(scaling)
+        options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": on_this_node()}
+        if environment := get_env_vars_to_propagate():  # with one of its own no process that Ray has ready will do
+            options["runtime_env"] = {"env_vars": environment}
+        unused = (DatasetsCallback, *(ON_OTHERS_CLUSTERS if is_ours else ()))
+        self._controller = ray.remote(**options)(Controller).remote(unused, **parts)
+        ray.get(self._controller.run.remote())
+        return ray.get(self._controller.get_result.remote())
+
+    def end(self) -> None:
+        """End the workers now, and whoever would start them again."""
+        if self._controller:
+            with contextlib.suppress(ray.exceptions.RayError):  # it ends itself, or is busy or gone
+                ray.get(self._controller.abort.remote(), timeout=ENDED_S)
+            ray.kill(self._controller)  # its workers go with it
+
+
+class Controller(TrainController):
+    """Ray's, which looks at its workers more often, and without callbacks that are of no use here: each starts a
+    process that takes a second or two of a core just when the workers start."""
+
+    def __init__(self, unused: tuple[type, ...], **parts: Any):
+        parts["callbacks"] = [one for one in parts["callbacks"] if not isinstance(one, unused)]
+        super().__init__(**parts)
+        used = [one for one in self._worker_group_callbacks_to_propagate if not isinstance(one, unused)]
+        self._worker_group_callbacks_to_propagate = used
+        if HEALTH_CHECK_INTERVAL_S_ENV_VAR not in os.environ:
+            self._health_check_interval_s = HEALTH_CHECK_S
+
+
+def fit(
+    trainer: Trainer, watch: Callable[[Event], None], poll: Callable[[], None] = lambda: None
+) -> BaseException | None:
+    """Train to the end. `watch` sees the mailbox's events as they come, and `poll` is called between them: what it
+    raises ends the workers. Returns what went wrong, if anything."""
+    if trainer.workers.is_elastic:  # Ray waits a minute for nodes that are gone; nodes must come, not code start
+        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
+    ensure_room(trainer.workers, lambda text: watch({"event": "waiting", "text": text}))
+    storage.delete(storage.join(trainer.run_folder, RAYS_OWN))
+    verdicts: list[str] = []
+
+    def pass_on() -> None:
+        for event in ray.get(trainer.mailbox.take.remote()):
+            if event.get("event") == "verdict":
+                verdicts.append(event["text"])
+            else:
+                watch(event)
+        poll()
+
+    error = _fit_in_thread(trainer, pass_on)
+    return RaygptError(verdicts[0]) if verdicts else error
+
+
+def _fit_in_thread(trainer: Trainer, poll: Callable[[], None]) -> BaseException | None:
+    """Ray's `fit` in a thread of its own, where its handler for Ctrl-C cannot be set, while this one polls.
+
+    Where `poll` raises (a second Ctrl-C, a run that another driver has taken over) the workers end: Ray may live on.
+    """
+    failure: list[BaseException] = []
+
+    def fit() -> None:
+        try:
+            trainer.fit()
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=fit, daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(POLL_S)
+            poll()
+        poll()
+    except ray.exceptions.RayError as error:  # of the actors that carry events
+        trainer.end()
+        return RaygptError(
+            f"Ray lost what this run is driven by ({first_line(error)}); the same command goes on with it"
+        )
+    except BaseException:
+        trainer.end()
+        raise
+    return root_cause(failure[0]) if failure else None
