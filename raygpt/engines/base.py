@@ -105,6 +105,11 @@ class Engine(Grader, Protocol):
         """The same for ids [rows, time] that follow `start` earlier ones."""
         ...
 
+    @property
+    def device_count(self) -> int:
+        """How many devices compute, over all workers."""
+        ...
+
     def describe(self) -> dict[str, str]:
         """Device, number of devices, precision and kernels in use, for people."""
         ...

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from raygpt.errors import RaygptError
+
 Event = dict[str, Any]
-ASKED_S = 5.0  # at most so long between two times that the workers ask what is wanted: a node may be about to go
+POLL_S = 5.0  # at most so long between two polls of the workers for orders: a node may be about to go
 
 
 class Orders(NamedTuple):
@@ -13,12 +15,12 @@ class Orders(NamedTuple):
 
     stop: bool = False  # save, and end
     save: bool = False  # save, and go on: a node is about to be lost, or more workers wait to join
-    again: int = 0  # ask again after so many steps at the latest; 0: when one is logged
+    next_poll_in_steps: int = 0  # at the latest; 0: when a step is logged
 
 
-def asked_again(steps_per_s: float) -> int:
-    """After how many steps the workers are to ask again."""
-    return max(1, int(ASKED_S * steps_per_s))
+def steps_until_next_poll(steps_per_s: float) -> int:
+    """After how many steps the workers poll again."""
+    return max(1, int(POLL_S * steps_per_s))
 
 
 class Session(Protocol):
@@ -53,7 +55,7 @@ class Session(Protocol):
         ...
 
     def orders(self, steps_per_s: float) -> Orders:
-        """What is wanted, the same in every worker: all ask after the same steps. Rank 0's speed says when again."""
+        """What is wanted, the same in every worker: all poll after the same steps. Rank 0's speed says when again."""
         ...
 
     def decide(self, what: Callable[[], int]) -> int:
@@ -120,7 +122,7 @@ class LocalSession:
         pass
 
     def orders(self, steps_per_s: float) -> Orders:
-        return self.wanted.pop(0) if self.wanted else Orders(again=asked_again(steps_per_s))
+        return self.wanted.pop(0) if self.wanted else Orders(next_poll_in_steps=steps_until_next_poll(steps_per_s))
 
     def decide(self, what: Callable[[], int]) -> int:
         return what()
@@ -146,3 +148,13 @@ class Listener(Protocol):
     def record(self, event: Event) -> None: ...
 
     def close(self, is_well: bool = True) -> None: ...
+
+
+def write_or_warn(session: Session, what: str, write: Callable[[], None]) -> None:
+    """Rank 0 writes something down; a storage that fails just now is no reason to end a run."""
+    if session.rank > 0:
+        return
+    try:
+        write()
+    except (OSError, RaygptError) as error:
+        session.warn(f"{what} could not be kept ({error}); training goes on")

@@ -22,7 +22,7 @@ from raygpt.corpus.nanogpt import open_nanogpt
 from raygpt.errors import RaygptError, StorageError
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
-from raygpt.training.loop import Loop, read_ahead
+from raygpt.training.loop import Loop
 from raygpt.training.saving import Saving
 from raygpt.training.session import LocalSession, Orders
 from raygpt.training.task import Task
@@ -57,7 +57,7 @@ def make_task(tmp_path_factory):
 class FakeEngine:
     """Computes nothing, in its own time, and notes what it is given. A step's metrics are the number of the step."""
 
-    context = CONTEXT
+    context, device_count = CONTEXT, 1
 
     def __init__(self, rows=(0, 1, 2, 3), step_s=0.0, micro_rows=4, losses=None, spikes=None):
         self.rows, self._step_s, self.micro_rows = list(rows), step_s, micro_rows
@@ -169,8 +169,10 @@ def test_a_log_event_has_loss_rate_norm_tokens_speed_and_wait_and_no_mfu_on_a_cp
 
 def test_on_a_known_device_a_log_event_has_mfu(make_task):
     class H200(FakeEngine):
+        device_count = 2
+
         def describe(self):
-            return {"device": "NVIDIA H200", "devices": "2"}
+            return {"device": "NVIDIA H200"}
 
     task = make_task()
     for event in (event for event in run(task, H200()) if "loss" in event):
@@ -203,7 +205,9 @@ def test_speed_is_that_of_the_steps_alone(make_task, monkeypatch):
             return super().score(state, windows)
 
     engine = Timed()
-    monkeypatch.setattr("raygpt.training.loop.time", SimpleNamespace(perf_counter=lambda: engine.now, sleep=time.sleep))
+    monkeypatch.setattr(
+        "raygpt.training.clock.time", SimpleNamespace(perf_counter=lambda: engine.now, sleep=time.sleep)
+    )
     training = {"steps": 24, "log_every": 4, "eval_every": 12, "batch_tokens": ROWS * CONTEXT}
     session = LocalSession()
     loop = Loop(make_task(training=training), engine, session)
@@ -434,7 +438,7 @@ def test_a_node_about_to_be_lost_is_saved_for_in_the_midst_of_a_validation(make_
             super().save(state, folder)
 
     engine = Noting()
-    session = MidValidation(engine, Orders(save=True, again=100))
+    session = MidValidation(engine, Orders(save=True, next_poll_in_steps=100))
     Loop(make_task(**{"training.checkpoint_every": 100}), engine, session).run()
     assert steps_of(session.events, "checkpoint") == [4, 10]
     assert engine.parts[0] == 5  # with the third part still to come
@@ -443,7 +447,7 @@ def test_a_node_about_to_be_lost_is_saved_for_in_the_midst_of_a_validation(make_
 
 def test_a_wish_within_the_validation_of_a_step_that_is_saved_already_is_for_the_next_one(make_task):
     task, engine = make_task(**{"training.checkpoint_every": 4}), FakeEngine()
-    session = MidValidation(engine, Orders(save=True, again=100))
+    session = MidValidation(engine, Orders(save=True, next_poll_in_steps=100))
     Loop(task, engine, session).run()
     assert steps_of(session.events, "checkpoint") == [4, 5, 8, 10]
 
@@ -547,64 +551,6 @@ def test_a_fork_begins_with_the_state_and_the_step_of_another_run(make_task):
     np.testing.assert_array_equal(engine.batches[0], first.feed.rows(4, [0, 1, 2, 3]))
 
 
-# Reading ahead
-
-
-def test_items_come_in_order_and_at_most_so_many_are_made_ahead():
-    made = []
-
-    def items():
-        for n in range(8):
-            made.append(n)
-            yield n
-
-    got = []
-    for item, waited in read_ahead(items(), 2):
-        time.sleep(0.02)  # time enough to run ahead
-        assert waited >= 0
-        assert len(made) <= item + 1 + 2 + 1  # this one, two ready, and one in hand
-        got.append(item)
-    assert got == made == list(range(8))
-
-
-def test_items_are_made_while_the_one_before_is_used():
-    made = [threading.Event() for _ in range(4)]
-
-    def items():
-        for event in made:
-            event.set()
-            yield event
-
-    for number, _ in enumerate(read_ahead(items(), 2)):
-        assert all(event.wait(60) for event in made[number + 1 : number + 3])
-
-
-def test_no_items_are_no_items():
-    assert list(read_ahead(iter([]), 2)) == []
-
-
-def test_an_error_comes_after_the_items_before_it():
-    def items():
-        yield 1
-        raise ValueError("broken")
-
-    reading = read_ahead(items(), 2)
-    assert next(reading)[0] == 1
-    with pytest.raises(ValueError, match="broken"):
-        next(reading)
-
-
-def test_the_thread_ends_when_nobody_reads_any_more():
-    before = set(threading.enumerate())
-    reading = read_ahead(iter(range(1000)), 2)
-    next(reading)
-    (thread,) = set(threading.enumerate()) - before
-    time.sleep(0.1)  # it has made all that it may, and waits
-    reading.close()
-    thread.join(timeout=2)
-    assert not thread.is_alive()
-
-
 # With the JAX engine
 
 
@@ -667,10 +613,11 @@ class Asked(LocalSession):
         return super().orders(steps_per_s)
 
 
-def test_orders_say_when_to_ask_again_at_the_latest(make_task):
+def test_orders_say_when_the_next_poll_is_due_at_the_latest(make_task):
     task = make_task(**{"training.log_every": 4, "training.steps": 12, "training.checkpoint_every": 100})
     engine = FakeEngine(micro_rows=10)  # a validation of one part, after which nobody asks
-    session = Asked(engine, [Orders(again=3), Orders(again=3), Orders(save=True, again=1), Orders(save=True)])
+    every_third = Orders(next_poll_in_steps=3)
+    session = Asked(engine, [every_third, every_third, Orders(save=True, next_poll_in_steps=1), Orders(save=True)])
     Loop(task, engine, session).run()
     assert session.after == [2, 4, 7, 8, 12]  # 4, 8 and 12 are logged
     assert [event["step"] for event in session.events if event.get("event") == "checkpoint"] == [7, 8, 12]
@@ -690,7 +637,7 @@ def asked_after(make_task, monkeypatch):
                 return super().step(state, batch)
 
         engine = Timed(micro_rows=10)
-        monkeypatch.setattr("raygpt.training.loop.time", SimpleNamespace(perf_counter=lambda: engine.now))
+        monkeypatch.setattr("raygpt.training.clock.time", SimpleNamespace(perf_counter=lambda: engine.now))
         task = make_task(**{"training.log_every": 100, "training.steps": steps, "training.eval_every": 100})
         session = Asked(engine)
         Loop(task, engine, session).run()
@@ -725,7 +672,7 @@ def test_within_a_long_validation_orders_are_asked_for_as_often(make_task, monke
             return super().orders(steps_per_s)
 
     engine, session = Timed(micro_rows=1), Noting()
-    monkeypatch.setattr("raygpt.training.loop.time", SimpleNamespace(perf_counter=lambda: engine.now))
+    monkeypatch.setattr("raygpt.training.clock.time", SimpleNamespace(perf_counter=lambda: engine.now))
     Loop(make_task(**{"training.steps": 3, "training.log_every": 100}), engine, session).run()
     assert session.after == (0, 0, 2, 3, 5, 7, 9)  # after steps 2 and 3, then within the validation
 

@@ -94,6 +94,10 @@ class JaxEngine:
     def _device(self) -> Any:
         return self.mesh.devices.flat[0]
 
+    @property
+    def device_count(self) -> int:
+        return int(self.mesh.size)
+
     def describe(self) -> dict[str, str]:
         """What computes, for people."""
         axes = " × ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1)

@@ -102,6 +102,10 @@ class TorchEngine:
             recipe.training.compile == "auto" and self.device.type == "cuda"
         )
 
+    @property
+    def device_count(self) -> int:
+        return self.mesh.size
+
     def describe(self) -> dict[str, str]:
         """What computes, for people."""
         axes = {"data": self.mesh.data, "fsdp": self.mesh.fsdp, "tensor": self.mesh.tensor}

@@ -11,7 +11,7 @@ from ray.train.collective import broadcast_from_rank_zero
 
 from raygpt import storage
 from raygpt.runs.metrics import MetricsFile
-from raygpt.training.session import Event, Listener, Orders, asked_again
+from raygpt.training.session import Event, Listener, Orders, steps_until_next_poll
 from raygpt.training.watchdog import Watchdog
 
 REPORTED_S = 5.0  # at least so long between two checkpoints that Ray is told of: each time all workers wait for it
@@ -68,22 +68,22 @@ class RaySession:
 
     def orders(self, steps_per_s: float) -> Orders:
         """Two collectives of Ray's, of about a millisecond each."""
-        stop, save, report, again = self._broadcast(self._wanted(steps_per_s) if self.rank == 0 else None)
+        stop, save, report, next_poll = self._broadcast(self._wanted(steps_per_s) if self.rank == 0 else None)
         if report:
             self._report(str(report))
         preempted = ray.train.get_preemption_info()
         is_news, self._preempted = preempted is not None and preempted != self._preempted, preempted
         if is_news:
             self.warn("a node is about to be lost: saving before it goes")
-        return Orders(stop, save or is_news, again)
+        return Orders(stop, save or is_news, next_poll)
 
     def _wanted(self, steps_per_s: float) -> tuple[bool, bool, str | None, int]:
-        """Rank 0: what the driver and the controller wish, the checkpoint that Ray is to be told of, and when to ask
-        again."""
+        """Rank 0: what the driver and the controller wish, the checkpoint that Ray is to be told of, and when the
+        next poll is due."""
         wishes = ray.get(self._mailbox.take_wishes.remote())
         is_time = time.monotonic() - self._reported > REPORTED_S
         report, self._whole = (self._whole, None) if is_time else (None, self._whole)
-        return "stop" in wishes, "save" in wishes, report, asked_again(steps_per_s)
+        return "stop" in wishes, "save" in wishes, report, steps_until_next_poll(steps_per_s)
 
     def _report(self, folder: str) -> None:
         """Ray is told where it lies, and copies nothing."""

@@ -1,0 +1,56 @@
+"""Whether a run diverges: a loss that is not a number ends it, a spike is a warning or an error as the recipe says."""
+
+import math
+from collections.abc import Callable, Mapping
+
+from raygpt.config import Training
+from raygpt.errors import RaygptError
+
+
+class DivergenceCheck:
+    """Looks at the metrics of steps, some of them twice: when they are logged, and when they are saved."""
+
+    def __init__(self, training: Training, warn: Callable[[str], None]):
+        self._training, self._warn = training, warn
+        self._spikes = 0.0  # known so far
+
+    def begin(self, metrics: Mapping[str, float]) -> None:
+        """Spikes that a restored state has counted are no news."""
+        self._spikes = metrics["spikes"]
+
+    def check_logged(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Raise, or warn of spikes since the last step that was logged."""
+        self._check_finite(step, metrics)
+        self._check_spikes(step, metrics["spikes"])
+
+    def check_saved(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Raise where a state must not be saved: with `on_spike: stop` also after a spike."""
+        self._check_finite(step, metrics)
+        if self._training.on_spike == "stop":
+            self._check_spikes(step, metrics["spikes"])
+
+    def _check_finite(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Loss and gradient are numbers, or the run ends here, with the checkpoints that it has.
+
+        In fp16 a gradient may overflow: such a step was left out, and changed nothing.
+        """
+        is_sound = math.isfinite(metrics["grad_norm"]) or metrics["skipped"]
+        if self._training.on_nan == "skip" or (math.isfinite(metrics["loss"]) and is_sound):
+            return
+        raise RaygptError(
+            f"the loss is not a number any more at step {step} (loss {metrics['loss']}, gradient norm "
+            f"{metrics['grad_norm']}); the checkpoints before it are whole. Lower optimizer.learning_rate, lengthen "
+            "schedule.warmup_steps, or write training.on_nan: skip to leave such steps out"
+        )
+
+    def _check_spikes(self, step: int, found: float) -> None:
+        news, self._spikes = found - self._spikes, found
+        if news <= 0 or self._training.on_spike not in ("warn", "stop"):
+            return
+        text = f"loss or gradient norm was {self._training.spike_sigmas:g} standard deviations above what is usual"
+        if self._training.on_spike == "stop":
+            raise RaygptError(
+                f"{text}, at or before step {step}; the checkpoints before it are whole. Lower "
+                "optimizer.learning_rate, or write training.on_spike: skip to leave such steps out"
+            )
+        self._warn(f"{text} in {news:.0f} of the steps up to {step}")

@@ -1,0 +1,80 @@
+"""Evaluation while a run trains: loss over the validation set, scores of tasks, samples of what the model writes."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raygpt.corpus.feed import val_windows
+from raygpt.corpus.tokenizers import Tokenizer
+from raygpt.engines.base import Engine
+from raygpt.evaluation import prompts, tasks
+from raygpt.runs import checkpoints, records
+from raygpt.training.session import Session, write_or_warn
+from raygpt.training.task import Task
+
+
+class InTraining(NamedTuple):
+    """A model in training, as tasks score one."""
+
+    tokenizer: Tokenizer
+    reader: Engine
+    state: Any
+
+
+class Evaluation:
+    """Evaluates states of one run, in all workers alike."""
+
+    def __init__(self, task: Task, engine: Engine, session: Session):
+        self._task, self._engine, self._session = task, engine, session
+        self._training = task.recipe.training
+
+    def run(self, state: Any, step: int, after_part: Callable[[], None] = lambda: None) -> None:
+        """Evaluate a step's state and record the results. `after_part` is called after every part, in all workers."""
+
+        def go_on() -> None:
+            self._session.beat(step)
+            after_part()
+
+        loss = self._val_loss(state, go_on)
+        scores = self._task_scores(state, go_on)
+        if loss is not None or scores:
+            self._session.record({"step": step, **({} if loss is None else {"val_loss": loss}), **scores})
+        write_or_warn(self._session, f"the validation loss of step {step}", lambda: self._keep_loss(step, loss))
+        self._sample(state, step)
+        self._session.beat(step)
+
+    def _val_loss(self, state: Any, go_on: Callable[[], None]) -> float | None:
+        """Mean over the validation set, or the part that the recipe says; None without one."""
+        losses = []
+        context, rows = self._engine.context, self._engine.micro_rows
+        for windows in val_windows(self._task.val, context, rows, self._training.eval_rows):
+            losses.append(self._engine.score(state, windows))
+            go_on()
+        return float(np.concatenate(losses).mean(dtype=np.float64)) if losses else None
+
+    def _task_scores(self, state: Any, go_on: Callable[[], None]) -> dict[str, float]:
+        """Of the recipe's tasks: lambada_acc, lambada_perplexity and so on."""
+        model = InTraining(self._task.tokenizer, self._engine, state)
+        found: dict[str, float] = {}
+        for name, items in self._task.questions.items():
+            result = tasks.evaluate(model, name, items, lambda done, total: go_on())
+            found |= {f"{name}_{key}": result[key] for key in tasks.TASKS[name].figures}
+        return found
+
+    def _keep_loss(self, step: int, loss: float | None) -> None:
+        """Beside the checkpoints, for the choice of those that are kept."""
+        checkpoints.write_score(self._task.run_folder, step, loss)
+        checkpoints.prune(self._task.run_folder, self._task.recipe.run, step)
+
+    def _sample(self, state: Any, step: int) -> None:
+        """What the model writes from each of the recipe's prompts, always with the same seed."""
+        asked, tokenizer = self._training.prompts, self._task.tokenizer
+        texts = prompts.write(self._engine, state, tokenizer, asked, self._training.seed)
+        for sample in records.samples_of(step, texts, asked):
+            self._session.emit({"event": "sample", **sample})
+        write_or_warn(
+            self._session,
+            f"the samples of step {step}",
+            lambda: records.keep_sample(self._task.run_folder, step, *texts, prompts=asked),
+        )
