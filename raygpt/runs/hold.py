@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from raygpt import storage
-from raygpt.errors import RaygptError
+from raygpt.errors import DamagedError, RaygptError
 
 HOLD = "hold.json"
 RENEWED_S = 10.0
@@ -102,12 +102,11 @@ def _renew(uri: str, ours: Holder, ended: threading.Event, taken_by: list[Holder
 
 
 def _read(uri: str) -> Holder | None:
-    if not storage.exists(uri):
-        return None
     try:
-        return Holder(**json.loads(storage.read_bytes(uri)))
-    except (ValueError, TypeError, OSError, RaygptError):
-        return None  # another program's, or gone meanwhile
+        read = storage.read_json(uri)
+        return Holder(**read) if read else None
+    except (TypeError, OSError, DamagedError):
+        return None  # another program's
 
 
 def _json(holder: Holder) -> bytes:
