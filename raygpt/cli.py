@@ -31,7 +31,7 @@ def main() -> None:
     try:
         app()
     except RaygptError as error:
-        from raygpt import console
+        from raygpt.show import console
 
         console.fail(str(error))
         sys.exit(1)
@@ -58,31 +58,31 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model: prepare its corpus where needed, then run the recipe, or go on where its run stopped."""
-    from raygpt import console
     from raygpt.recipes import load_recipe
+    from raygpt.show import data, training
     from raygpt.training.profiling import parse_steps
     from raygpt.training.ray import launch
 
     loaded = load_recipe(recipe, overrides or [])
     traced = parse_steps(profile) if profile else None
     with launch.on_cluster(loaded):
-        with console.preparing() as progress:
+        with data.preparing() as progress:
             run = launch.prepare_run(loaded, progress, force)
         if as_json:
-            result = launch.train(run, console.tell_trouble, traced)
+            result = launch.train(run, training.tell_trouble, traced)
             told = {"path": result.path, "metrics": result.metrics, "stopped": result.stopped}
             _print_json({**told, "plan": run.plan.as_dict()})
         elif run.is_finished:
             result = launch.train(run)
-            console.show_finished(run)
+            training.show_finished(run)
         else:
-            console.show_plan(run)
-            with console.training(run.plan.steps) as watch:
+            training.show_plan(run)
+            with training.live_progress(run.plan.steps) as watch:
                 result = launch.train(run, watch, traced)
             if result.stopped is not None:
-                console.show_stopped(result)
+                training.show_stopped(result)
             elif not result.error:
-                console.show_result(result, watch.events)
+                training.show_result(result, watch.events)
     if result.error:
         raise result.error
     if result.stopped is not None:
@@ -122,15 +122,15 @@ def prepare(
     as_json: Json = False,
 ) -> None:
     """Turn text into a token store; killed half way, the same command continues."""
-    from raygpt import console
     from raygpt.corpus.nanogpt import write_nanogpt
     from raygpt.corpus.prepare import prepare as run
     from raygpt.recipes import check_part
+    from raygpt.show.data import preparing, show_prepared
 
     keys: dict[str, Any] = {"source": source, "tokenizer": tokenizer, "val": val}
     keys |= {"split": split, "split_seed": split_seed, "column": column, "limit": limit}
     data: Data = check_part("data", keys)
-    with console.preparing() as watch:
+    with preparing() as watch:
         store = run(
             source,
             out,
@@ -147,7 +147,7 @@ def prepare(
     if as_json:
         _print_json(store.index.summary() | {"folder": store.folder})
     else:
-        console.show_prepared(store)
+        show_prepared(store)
 
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, local or s3://.")]
@@ -181,10 +181,10 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Let a trained model write on from a prompt."""
-    from raygpt import writing
     from raygpt.inference.generate import Manner
     from raygpt.inference.loaded import load
     from raygpt.runs import open_run
+    from raygpt.show import generation
 
     _refuse_two_checkpoints(step, latest)
     if interactive and samples > 1:
@@ -194,13 +194,13 @@ def generate(
     if not top_p:
         raise RaygptError("--top-p: 0 leaves no token; write a share above 0, or --temperature 0 for the likeliest")
     loaded = load(open_run(run), step, best=not latest)
-    manner = Manner(tokens, temperature, top_k or None, top_p, writing.seed(seed), tuple(stop or ()))
+    manner = Manner(tokens, temperature, top_k or None, top_p, generation.seed(seed), tuple(stop or ()))
     if interactive:
-        writing.converse(loaded, manner, prompt)
+        generation.converse(loaded, manner, prompt)
     elif as_json:
-        _print_json(writing.as_json(loaded, prompt, manner, samples))
+        _print_json(generation.as_json(loaded, prompt, manner, samples))
     else:
-        writing.write(loaded, prompt, manner, samples)
+        generation.write(loaded, prompt, manner, samples)
 
 
 @app.command("export")
@@ -212,10 +212,10 @@ def export_(
     as_json: Json = False,
 ) -> None:
     """Write a run's model as a folder that transformers opens."""
-    from raygpt import outcomes
     from raygpt.inference.loaded import read
     from raygpt.interop.exporting import export
     from raygpt.runs import open_run
+    from raygpt.show import results
 
     _refuse_two_checkpoints(step, latest)
     found = read(open_run(run), step, best=not latest)
@@ -223,7 +223,7 @@ def export_(
     if as_json:
         _print_json({"run": found.run.folder, "step": found.checkpoint.step, "folder": folder, "files": files})
     else:
-        outcomes.show_exported(found, folder, files)
+        results.show_exported(found, folder, files)
 
 
 @app.command("import")
@@ -236,14 +236,14 @@ def import_(
     as_json: Json = False,
 ) -> None:
     """Turn Hugging Face's GPT-2 weights into a run at step 0, which run.start_from trains further."""
-    from raygpt import outcomes
     from raygpt.interop.importing import import_run
+    from raygpt.show import results
 
     made = import_run(source, run, engine)
     if as_json:
         _print_json({"run": made.folder, "step": 0, "model": made.recipe.to_dict()["model"]})
     else:
-        outcomes.show_imported(made)
+        results.show_imported(made)
 
 
 @app.command("eval")
@@ -263,21 +263,21 @@ def eval_(
     as_json: Json = False,
 ) -> None:
     """Score a run's model: validation loss, perplexity and bits per byte; HellaSwag and LAMBADA."""
-    from raygpt import outcomes
     from raygpt.evaluation import suite
     from raygpt.inference.loaded import load
     from raygpt.runs import open_run
+    from raygpt.show import results
 
     _refuse_two_checkpoints(step, latest)
     chosen = suite.choose(task or ["validation"])
     loaded = load(open_run(run), step, best=not latest)
-    with outcomes.evaluating() as watch:
-        results = suite.evaluate(loaded, chosen, limit, watch)
+    with results.evaluating() as watch:
+        scores = suite.evaluate(loaded, chosen, limit, watch)
     about = {"run": loaded.run.folder, "step": loaded.checkpoint.step}
     if as_json:
-        _print_json({**about, "tasks": results})
+        _print_json({**about, "tasks": scores})
     else:
-        outcomes.show_scores(loaded, results)
+        results.show_scores(loaded, scores)
 
 
 @app.command()
@@ -288,28 +288,28 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List runs: how far they are, how fast, and whether they are running, finished, stopped or failed."""
-    from raygpt import outcomes
     from raygpt.runs.status import status_of_all
+    from raygpt.show import results
 
     found = status_of_all(storage)
     if as_json:
         _print_json(found)
     else:
-        outcomes.show_runs(found)
+        results.show_runs(found)
 
 
 @app.command()
 def show(run: Run, as_json: Json = False) -> None:
     """Show a run: recipe, progress, checkpoints and their losses, restarts, its last sample, disk use."""
-    from raygpt import outcomes
     from raygpt.runs import open_run
     from raygpt.runs.status import details
+    from raygpt.show import results
 
     facts = details(open_run(run))
     if as_json:
         _print_json(facts)
     else:
-        outcomes.show_run(facts)
+        results.show_run(facts)
 
 
 @app.command()
@@ -325,14 +325,14 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write one HTML page of a run, or of several compared: curves, samples, recipes, hardware. No network needed."""
-    from raygpt import outcomes
-    from raygpt.report import write_report
+    from raygpt.show import results
+    from raygpt.show.report import write_report
 
     files = write_report(run, out, png)
     if as_json:
         _print_json({"files": files})
     else:
-        outcomes.show_report(files)
+        results.show_report(files)
 
 
 @data_app.command("show")
@@ -344,14 +344,14 @@ def data_show(
     as_json: Json = False,
 ) -> None:
     """Print schema and raw rows of a source, or header, counts and decoded rows of a store."""
-    from raygpt import console
     from raygpt.corpus import look
+    from raygpt.show import data
 
     shown = look.look(what, rows=rows, column=column, tokenizer=tokenizer)
     if as_json:
         _print_json(shown)
     else:
-        console.show_data(shown)
+        data.show_data(shown)
 
 
 @recipes_app.callback()
@@ -359,13 +359,13 @@ def recipes(context: typer.Context, as_json: Json = False) -> None:
     """List the shipped recipes, a line each."""
     if context.invoked_subcommand:
         return
-    from raygpt import console
     from raygpt.recipes import shipped_recipes
+    from raygpt.show import results
 
     if as_json:
         _print_json(shipped_recipes())
     else:
-        console.show_recipes(shipped_recipes())
+        results.show_recipes(shipped_recipes())
 
 
 @recipes_app.command("show")
@@ -387,26 +387,26 @@ def recipes_keys(as_json: Json = False) -> None:
     """Every key of a recipe: what it is for, and its default."""
     from dataclasses import asdict
 
-    from raygpt import console
     from raygpt.recipes.explain import keys
+    from raygpt.show import results
 
     if as_json:
         _print_json([asdict(key) for key in keys()])
     else:
-        console.show_keys(keys())
+        results.show_keys(keys())
 
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what this machine has, and what to do about what is missing."""
-    from raygpt import console
     from raygpt.doctor import examine
+    from raygpt.show import results
 
     findings = examine()
     if as_json:
         _print_json([finding._asdict() for finding in findings])
     else:
-        console.show_findings(findings)
+        results.show_findings(findings)
 
 
 @app.command()
@@ -428,7 +428,7 @@ def bench(
     from dataclasses import replace
 
     from raygpt import bench as benchmark
-    from raygpt import console
+    from raygpt.show import results
 
     if engine not in ("jax", "torch"):
         raise RaygptError(f"--engine: {engine} is neither jax nor torch; write --engine jax")
@@ -439,7 +439,7 @@ def bench(
     if as_json:
         _print_json({**figures, "verdict": said})
     else:
-        console.show_speed(figures, said)
+        results.show_speed(figures, said)
 
 
 @app.callback(invoke_without_command=True)

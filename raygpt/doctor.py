@@ -45,8 +45,8 @@ def _python() -> Finding:
 
 
 def _hardware() -> Finding:
+    from raygpt.formatting import size
     from raygpt.host import host_memory
-    from raygpt.wording import size
 
     return Finding("CPU", "ok", f"{os.cpu_count()} cores, {size(host_memory())} of memory")
 
@@ -94,7 +94,7 @@ def _ray() -> Finding:
 
 
 def _disk() -> Finding:
-    from raygpt.wording import size
+    from raygpt.formatting import size
 
     free = shutil.disk_usage(Path.cwd()).free
     if free < MIN_FREE_DISK:
@@ -105,7 +105,7 @@ def _disk() -> Finding:
 
 
 def _shared_memory() -> Iterator[Finding]:
-    from raygpt.wording import size
+    from raygpt.formatting import size
 
     folder = Path("/dev/shm")
     if not folder.exists():  # macOS has none; Ray uses the temporary folder there

@@ -13,5 +13,9 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+class DamagedError(RaygptError):
+    """A file is not what was written: reading it again does not help."""
+
+
 class StorageError(RaygptError):
     """A storage that cannot be reached or written just now: trying again later may help."""

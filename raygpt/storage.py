@@ -10,16 +10,20 @@ import fcntl
 import hashlib
 import importlib.util
 import io
+import json
 import os
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
-from raygpt.errors import RaygptError, StorageError, first_line
+from raygpt.errors import DamagedError, RaygptError, StorageError, first_line
+
+REREAD_S = (0.0, 0.01, 0.03, 0.1, 0.3)  # pauses before a file that was replaced meanwhile is read again
 
 
 def is_remote(uri: str) -> bool:
@@ -143,9 +147,35 @@ def open_read(uri: str) -> BinaryIO:
 
 
 def read_bytes(uri: str) -> bytes:
-    """The whole file."""
-    with open_read(uri) as stream:
-        return stream.read()
+    """The whole file, as it was at one moment.
+
+    Arrow asks an object store for the size first and then for so many bytes. Of a file that is replaced in between it
+    returns the beginning, or the whole and null bytes up to the old size: such a read is done again.
+    """
+    if not is_remote(uri):
+        return Path(uri).read_bytes()  # a file that is replaced meanwhile is still the old one
+    system, path = filesystem(uri)
+    for pause in (*REREAD_S, 0.0):
+        with _reached(uri), system.open_input_file(path) as stream:
+            content, version = bytes(stream.readall()), stream.metadata()  # version: ETag and date, where there are any
+            if not version or system.open_input_file(path).metadata() == version:
+                return content
+        time.sleep(pause)
+    raise StorageError(f"{uri} was replaced each time it was read; run the same command again")
+
+
+def read_json(uri: str, remedy: str = "delete it and run the same command again") -> Any:
+    """What a JSON file says; None where there is none. One that is not JSON is read again before it is refused."""
+    for pause in (*REREAD_S, None):
+        try:
+            return json.loads(read_bytes(uri))
+        except FileNotFoundError:
+            break
+        except ValueError as error:
+            if pause is None:
+                raise DamagedError(f"{uri} is damaged ({error}); {remedy}") from error
+            time.sleep(pause)
+    return None
 
 
 def write_bytes(uri: str, content: bytes) -> None:

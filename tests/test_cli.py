@@ -11,8 +11,8 @@ import pytest
 import typer
 
 from raygpt import cli
-from raygpt.console import tell_trouble
 from raygpt.recipes import load_recipe
+from raygpt.show.training import tell_trouble
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from raygpt import storage
 from raygpt.corpus.store import Header, write_shard
-from raygpt.errors import RaygptError
+from raygpt.errors import DamagedError, RaygptError
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -108,6 +108,67 @@ def test_deleting_removes_a_file_and_none_is_fine(folder: str) -> None:
 def test_a_missing_file_is_a_file_not_found_error(folder: str) -> None:
     with pytest.raises(FileNotFoundError):
         storage.read_bytes(f"{folder}/missing")
+
+
+class ReplacedWhileRead:
+    """A file system where a file is replaced between the two requests of a read: its size, then its bytes."""
+
+    def __init__(self, system: Any, contents: list[bytes]):
+        self._system, self._contents = system, contents
+
+    def open_input_file(self, path: str) -> Any:
+        opened = self._system.open_input_file(path)  # asks for the size
+        if self._contents:
+            write_now(self._system, path, self._contents.pop(0))
+        return opened
+
+
+def write_now(system: Any, path: str, content: bytes) -> None:
+    with system.open_output_stream(path) as stream:
+        stream.write(content)
+
+
+@pytest.fixture
+def replaced(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, list[bytes]], None]:
+    def replace(uri: str, contents: list[bytes]) -> None:
+        system, path = storage.filesystem(uri)
+        monkeypatch.setattr(storage, "filesystem", lambda _: (ReplacedWhileRead(system, contents), path))
+
+    return replace
+
+
+@pytest.mark.parametrize("after", [b'{"10": 5.5, "20": 5.25}', b"{}"])  # longer: cut; shorter: filled with nulls
+def test_a_remote_file_that_is_replaced_while_it_is_read_is_read_again(
+    s3: str, tmp_path: Path, replaced: Callable[[str, list[bytes]], None], after: bytes
+) -> None:
+    uri = f"{s3}/{tmp_path.name}/scores.json"
+    storage.write_bytes(uri, b'{"10": 5.5}')
+    replaced(uri, [after, b"{}", after])
+    assert storage.read_bytes(uri) == after
+
+
+def test_a_remote_file_that_is_replaced_each_time_is_refused_in_one_line(
+    s3: str, tmp_path: Path, replaced: Callable[[str, list[bytes]], None]
+) -> None:
+    uri = f"{s3}/{tmp_path.name}/busy.json"
+    storage.write_bytes(uri, b"0")
+    replaced(uri, [str(number).encode() for number in range(1, 100)])
+    assert "was replaced each time it was read" in refusal(storage.read_bytes, uri)
+
+
+def test_json_that_is_torn_twice_is_read_a_third_time(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage.write_bytes(f"{folder}/x.json", b'{"10": 5.5, "20": 5.25}')
+    whole = storage.read_bytes
+    torn = [b'{"10": 5.5,', b'{"10": 5.5}\0\0']
+    monkeypatch.setattr(storage, "read_bytes", lambda uri: torn.pop() if torn else whole(uri))
+    assert storage.read_json(f"{folder}/x.json") == {"10": 5.5, "20": 5.25}
+
+
+def test_json_that_is_damaged_is_refused_with_what_to_do_and_none_is_none(folder: str) -> None:
+    assert storage.read_json(f"{folder}/x.json") is None
+    storage.write_bytes(f"{folder}/x.json", b'{"10": 5.5,')
+    with pytest.raises(DamagedError, match=r"x.json is damaged .*; copy it again"):
+        storage.read_json(f"{folder}/x.json", "copy it again")
 
 
 @pytest.mark.parametrize("name", ["two words.txt", "ü.txt", "100%.txt", "a#b?c=d&e+f.txt", "[x]*.txt"])

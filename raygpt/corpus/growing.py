@@ -1,6 +1,5 @@
 """A token store that is read while prepare is still writing it: its train stream grows shard by shard."""
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -36,7 +35,7 @@ class GrowingStream(TokenStream):
     def __init__(self, folder: str, patience_s: float = 300, stream: str = "train"):
         self.folder, self._patience, self._stream = folder, patience_s, stream
         self._until(lambda: storage.exists(storage.join(folder, tokenizers.FILE_NAME)))  # the plan is there before it
-        plan: dict[str, Any] = json.loads(storage.read_bytes(storage.join(folder, PLAN)))
+        plan: dict[str, Any] = storage.read_json(storage.join(folder, PLAN))
         if plan["split"] == "tail":
             raise RaygptError(
                 f"{folder}: data.split: tail holds out the end of the corpus, which prepare has yet to find; "

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -176,7 +176,7 @@ def _advance(progress: Progress, part: Part, seconds: float) -> Progress:
 
 def _is_whole(folder: str, fingerprint: str) -> bool:
     """Whether the job's store is there already. A store of something else is refused."""
-    index = _read_json(storage.join(folder, INDEX))
+    index = storage.read_json(storage.join(folder, INDEX))
     if index and index.get("fingerprint") != fingerprint:
         raise _another(folder)
     return index is not None
@@ -186,16 +186,6 @@ def _another(folder: str) -> RaygptError:
     return RaygptError(
         f"{folder} holds tokens of another source, tokenizer or setting; choose another folder, or delete it"
     )
-
-
-def _read_json(uri: str) -> Any:
-    """What a file of ours says; None where there is none."""
-    if not storage.exists(uri):
-        return None
-    try:
-        return json.loads(storage.read_bytes(uri))
-    except ValueError as error:
-        raise RaygptError(f"{uri} is damaged ({error}); delete it and run the same command again") from error
 
 
 def _write_plan(job: Job, folder: str, units: Sequence[Unit]) -> None:
@@ -213,7 +203,7 @@ def _write_plan(job: Job, folder: str, units: Sequence[Unit]) -> None:
         "val_units": sum(unit.stream == "val" for unit in units),
     }
     uri = storage.join(folder, PLAN)
-    begun = _read_json(uri) or plan
+    begun = storage.read_json(uri) or plan
     if begun["fingerprint"] != plan["fingerprint"]:
         counted = {"fingerprint": "", "units": 0, "val_units": 0}
         if {**begun, **counted} != {**plan, **counted}:

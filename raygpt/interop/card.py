@@ -1,7 +1,7 @@
 """The model card: what was trained on what, how well, and how to use it."""
 
 from raygpt.inference.loaded import Weighed
-from raygpt.report import curve
+from raygpt.show import curve
 
 CURVE = "loss.svg"
 

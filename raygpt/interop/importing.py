@@ -1,6 +1,5 @@
 """Hugging Face's GPT-2 weights as a run at step 0, for `run.start_from`: any size, safetensors only."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -91,12 +90,10 @@ def _tokenizer(folder: Path) -> Tokenizer:
 
 
 def _read_json(path: Path, otherwise: str) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise RaygptError(f"{path.parent} has no {path.name}; {otherwise}") from None
-    except ValueError as error:
-        raise RaygptError(f"{path} is damaged ({error}); copy it again") from None
+    read = storage.read_json(str(path), "copy it again")
+    if read is None:
+        raise RaygptError(f"{path.parent} has no {path.name}; {otherwise}")
+    return read
 
 
 def _recipe(settings: Mapping[str, Any], tokenizer: Tokenizer, out: str, engine: str) -> Recipe:

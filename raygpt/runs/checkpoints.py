@@ -23,15 +23,11 @@ from typing import Any
 
 from raygpt import storage
 from raygpt.config import Run
-from raygpt.errors import RaygptError, first_line
+from raygpt.errors import DamagedError, RaygptError, first_line
 
 FOLDER, MARKER, SCORES = "checkpoints", "checkpoint.json", "scores.json"
 PAUSES_S = (0.5, 2, 8)  # before each further try to move a file to or from an object store
-_pruning = threading.Lock()  # after a save and after a validation, which different threads do
-
-
-class DamagedError(RaygptError):
-    """A checkpoint's files are not what its marker says."""
+_bookkeeping = threading.Lock()  # of scores and pruning, after a save and after a validation: two threads do these
 
 
 @dataclass(frozen=True)
@@ -178,8 +174,10 @@ def find(run_folder: str, step: int | None) -> Checkpoint:
 
 def facts(checkpoint: Checkpoint) -> dict[str, Any]:
     """What its state belongs to."""
-    read: dict[str, Any] = json.loads(storage.read_bytes(storage.join(checkpoint.folder, MARKER)))
-    return read
+    marker = _marker(checkpoint.folder)
+    if marker is None:
+        raise DamagedError(f"{checkpoint.folder} is damaged ({MARKER} cannot be read); name another step")
+    return marker
 
 
 def prune(run_folder: str, run: Run, upto: int) -> None:
@@ -187,7 +185,7 @@ def prune(run_folder: str, run: Run, upto: int) -> None:
 
     Those of later steps than the run has come to are damaged, and are left for whoever may still want them.
     """
-    with _pruning:
+    with _bookkeeping:
         _prune(run_folder, run, upto)
 
 
@@ -209,9 +207,16 @@ def _remove(folder: str) -> None:
 
 def scores(run_folder: str) -> dict[int, float | None]:
     """Validation loss by step; None where there is nothing to validate on."""
-    uri = storage.join(run_folder, FOLDER, SCORES)
-    read = json.loads(storage.read_bytes(uri)) if storage.exists(uri) else {}
+    read = storage.read_json(storage.join(run_folder, FOLDER, SCORES)) or {}
     return {int(step): loss for step, loss in read.items()}
+
+
+def is_scored(run_folder: str, step: int) -> bool:
+    """Whether a step was validated. Where that cannot be read it was not: validating again costs time and no more."""
+    try:
+        return step in scores(run_folder)
+    except (OSError, RaygptError):
+        return False
 
 
 def best_first(steps: Iterable[int], losses: Mapping[int, float | None]) -> list[int]:
@@ -222,8 +227,9 @@ def best_first(steps: Iterable[int], losses: Mapping[int, float | None]) -> list
 
 def write_score(run_folder: str, step: int, loss: float | None) -> None:
     """Remember a step's validation loss."""
-    known = {**scores(run_folder), step: loss}
-    storage.write_bytes(storage.join(run_folder, FOLDER, SCORES), json.dumps(known).encode())
+    with _bookkeeping:
+        known = {**scores(run_folder), step: loss}
+        storage.write_bytes(storage.join(run_folder, FOLDER, SCORES), json.dumps(known).encode())
 
 
 def folders(run_folder: str) -> dict[int, bool]:
@@ -269,8 +275,8 @@ def _damage(folder: str) -> str | None:
 def _marker(folder: str) -> dict[str, Any] | None:
     """What a checkpoint says of itself, or None where that is damaged."""
     try:
-        read = json.loads(storage.read_bytes(storage.join(folder, MARKER)))
-    except ValueError:
+        read = storage.read_json(storage.join(folder, MARKER))
+    except DamagedError:
         return None
     return read if isinstance(read, dict) and isinstance(read.get("files"), dict) else None
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from raygpt import storage
-from raygpt.errors import RaygptError
+from raygpt.errors import DamagedError, RaygptError
 
 LOCK = "hold.json"  # not "lock.json": a driver of an older version must find it
 RENEW_S = 10.0
@@ -102,12 +102,11 @@ def _renew(uri: str, ours: Owner, ended: threading.Event, taken_by: list[Owner])
 
 
 def _read(uri: str) -> Owner | None:
-    if not storage.exists(uri):
-        return None
     try:
-        return Owner(**json.loads(storage.read_bytes(uri)))
-    except (ValueError, TypeError, OSError, RaygptError):
-        return None  # another program's, or gone meanwhile
+        read = storage.read_json(uri)
+        return Owner(**read) if read else None
+    except (TypeError, OSError, DamagedError):
+        return None  # another program's
 
 
 def _json(owner: Owner) -> bytes:

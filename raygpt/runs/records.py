@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from raygpt import storage
+from raygpt.runs.metrics import content_of, whole_lines
 from raygpt.version import __version__
 
 SAMPLES, ABOUT, RESULT = "samples.jsonl", "about.json", "result.json"
@@ -79,9 +80,7 @@ def samples_of(step: int, texts: Sequence[str], prompts: Sequence[str] = ()) -> 
 
 def read_samples(run_folder: str) -> list[dict[str, Any]]:
     """{"step", "text"}, some with "prompt", in order of steps."""
-    uri = storage.join(run_folder, SAMPLES)
-    lines = storage.read_bytes(uri).splitlines() if storage.exists(uri) else []
-    return [json.loads(line) for line in lines]
+    return [sample for _, sample in whole_lines(content_of(storage.join(run_folder, SAMPLES)))]
 
 
 def _write(run_folder: str, name: str, value: dict[str, Any]) -> None:
@@ -89,10 +88,7 @@ def _write(run_folder: str, name: str, value: dict[str, Any]) -> None:
 
 
 def _read(run_folder: str, name: str) -> dict[str, Any] | None:
-    uri = storage.join(run_folder, name)
-    if not storage.exists(uri):
-        return None
-    read: dict[str, Any] = json.loads(storage.read_bytes(uri))
+    read: dict[str, Any] | None = storage.read_json(storage.join(run_folder, name))
     return read
 
 

@@ -79,9 +79,7 @@ class Faults:
     def struck(self) -> list[Strike]:
         """Those that have, in the order in which they did."""
         notes = [note for note in map(self._note, range(len(self.faults))) if storage.exists(note)]
-        return sorted(
-            (Strike(**json.loads(storage.read_bytes(note))) for note in notes), key=lambda strike: strike.time
-        )
+        return sorted((Strike(**storage.read_json(note)) for note in notes), key=lambda strike: strike.time)
 
     def _note(self, number: int) -> str:
         return storage.join(self.run_folder, "faults", str(number))

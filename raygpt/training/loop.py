@@ -94,7 +94,7 @@ class Loop:
         source = checkpoint or self._task.start_from
         step = source.step if source else 0
         is_due = self._is_evaluated(step) or checkpoint is None  # it is new, or was killed between save and score
-        is_due = is_due and bool(self._session.decide(lambda: step not in checkpoints.scores(folder)))
+        is_due = is_due and bool(self._session.decide(lambda: not checkpoints.is_scored(folder, step)))
         self._session.resume(step, is_validated=not is_due)
         if source:
             self._session.emit({"event": "resume", "step": step, "folder": source.folder, "fork": checkpoint is None})

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from raygpt.config import Recipe
 from raygpt.engines.base import Devices
 from raygpt.errors import RaygptError
+from raygpt.formatting import size
 from raygpt.recipes.explain import explain_first
-from raygpt.wording import size
 
 STATE_BYTES = 20  # a parameter, AdamW's two averages, the sum of gradients and those of one part, all fp32
 LOGITS = 2**28  # at most so many at a time, of 10 bytes each: fp32, their gradient, their exponentials

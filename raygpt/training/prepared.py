@@ -37,7 +37,7 @@ class Prepared:
 
     @property
     def is_finished(self) -> bool:
-        return self.after >= self.plan.steps and self.after in checkpoints.scores(self.plan.run_folder)
+        return self.after >= self.plan.steps and checkpoints.is_scored(self.plan.run_folder, self.after)
 
     def task(self, profile: tuple[int, int] | None) -> Task:
         """What its workers do."""

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 from corpus.hub import served
 
-from raygpt import config, console
+from raygpt import config
 from raygpt.config import Model
 from raygpt.corpus.tokenizers import Bytes, Char
 from raygpt.errors import RaygptError
 from raygpt.evaluation import continuations, tasks
 from raygpt.evaluation.continuations import Pair, Score, encode, score
 from raygpt.recipes import load_recipe
+from raygpt.show.training import live_progress
 
 CONTEXT, VOCAB = 24, 257
 
@@ -141,7 +142,7 @@ def test_a_word_that_is_all_but_impossible_has_a_perplexity_all_the_same():
     ],
 )
 def test_the_terminal_shows_scores_with_a_validation_loss_or_without(capsys, event, line):
-    with console.training(20) as watch:
+    with live_progress(20) as watch:
         watch({"step": 5, **event})
     assert capsys.readouterr().out == f"{line}\n"
 

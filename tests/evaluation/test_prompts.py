@@ -3,17 +3,16 @@
 import numpy as np
 import pytest
 
-from raygpt import console
 from raygpt.corpus.tokenizers import Bytes, Char
 from raygpt.errors import RaygptError
 from raygpt.evaluation import prompts
 from raygpt.inference.sampling import sample
 from raygpt.recipes import load_recipe
 from raygpt.recipes.explain import flat
-from raygpt.report import normal
-from raygpt.report.page import page
 from raygpt.runs import open_run
 from raygpt.runs.records import keep_sample, read_samples
+from raygpt.show import normal, training
+from raygpt.show.page import page
 
 CONTEXT, VOCAB = 12, 257
 
@@ -132,11 +131,11 @@ def test_a_loss_is_as_normal_as_it_would_be_without_prompts_and_tasks():
 
 def test_the_terminal_shows_the_last_sample_of_each_prompt(capsys):
     said = [("one", 0), ("two", 0), ("one", 9), ("two", 9)]
-    console._show_samples([{"step": step, "prompt": word, "text": f"{word} [b]at {step}"} for word, step in said])
+    training._show_samples([{"step": step, "prompt": word, "text": f"{word} [b]at {step}"} for word, step in said])
     out = capsys.readouterr().out
     assert out == (
         "\na sample of what it writes now from 'one'\none [b]at 9\n"
         "\na sample of what it writes now from 'two'\ntwo [b]at 9\n"
     )
-    console._show_samples([{"step": 9, "text": "alone"}])
+    training._show_samples([{"step": 9, "text": "alone"}])
     assert capsys.readouterr().out == "\na sample of what it writes now\nalone\n"

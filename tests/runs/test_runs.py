@@ -126,7 +126,7 @@ MODULES = sorted(path.stem for path in Path(raygpt.runs.__file__).parent.glob("*
 
 
 def test_the_format_of_a_run_imports_neither_ray_nor_an_engine_nor_the_rooms_that_use_it():
-    rooms = [f"raygpt.{name}" for name in ("training", "inference", "evaluation", "report", "interop", "engines")]
+    rooms = [f"raygpt.{name}" for name in ("training", "inference", "evaluation", "show", "interop", "engines")]
     code = f"import sys, {', '.join(f'raygpt.runs.{name}' for name in MODULES)}\n"
     code += f"sys.exit(' '.join({{'ray', 'jax', 'torch', *{rooms}}} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

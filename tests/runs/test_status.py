@@ -8,11 +8,11 @@ import time
 import pytest
 
 from raygpt.corpus import tokenizers
+from raygpt.formatting import ago
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints, open_run
 from raygpt.runs.records import Outcome, keep_sample, write_about, write_result
 from raygpt.runs.status import details, status
-from raygpt.wording import ago
 
 
 def make_run(home, name, *, steps=20, until=20, lines=(), **settings):

@@ -511,6 +511,25 @@ def test_the_last_save_is_tried_again(make_task, monkeypatch):
     assert checkpoints.newest(task.run_folder)[0].step == 10
 
 
+def test_validation_losses_that_cannot_be_read_cost_warnings_and_no_checkpoint(make_task, monkeypatch):
+    monkeypatch.setattr(storage, "REREAD_S", (0.0, 0.0))
+    task = make_task(**{"training.checkpoint_every": 2, "run.keep": 1, "run.keep_best": 0})
+    storage.write_bytes(storage.join(task.run_folder, "checkpoints", "scores.json"), b'{"0": 5.545177444219589,')
+    events = run(task, FakeEngine())
+    assert steps_of(events, "finished") == [10]
+    assert steps_of(events, "checkpoint") == [2, 4, 6, 8, 10]
+    assert list(checkpoints.folders(task.run_folder)) == [
+        2,
+        4,
+        6,
+        8,
+        10,
+    ]  # which is the best is not known: all are kept
+    warnings = [event["text"] for event in events if event.get("event") == "warning"]
+    assert any(text.startswith("the validation loss of step 4 could not be kept") for text in warnings)
+    assert all("scores.json is damaged" in text for text in warnings)
+
+
 # Going on
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from raygpt.engines.base import Devices
 from raygpt.errors import RaygptError
+from raygpt.formatting import size
 from raygpt.recipes import load_recipe
 from raygpt.training.plan import in_steps, make_plan, split_batch
-from raygpt.wording import size
 
 GIB = 2**30
 STATE = 20 * 124_439_808  # bytes: parameters, AdamW's two averages and twice the gradients in fp32

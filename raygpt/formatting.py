@@ -1,4 +1,4 @@
-"""Numbers and values as people read them."""
+"""Numbers and values as text. Imports nothing of raygpt, so every module may use it."""
 
 import json
 import time

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from raygpt.report.curve import _ticks, draw, losses
+from raygpt.show.curve import _ticks, draw, losses
 
 SVG = "{http://www.w3.org/2000/svg}"
 

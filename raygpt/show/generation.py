@@ -1,4 +1,4 @@
-"""What people see of `raygpt generate`: text as it is written, several texts, or a conversation."""
+"""Console output of `raygpt generate`: text as it is written, several texts, or a conversation."""
 
 import secrets
 import sys
@@ -8,12 +8,11 @@ from typing import Any
 
 from rich.markup import escape
 
-from raygpt import console
-from raygpt.console import err, out, printable
 from raygpt.errors import RaygptError
 from raygpt.inference.generate import Manner, Sample, generate
 from raygpt.inference.loaded import Loaded
 from raygpt.inference.sampling import encode_prompt
+from raygpt.show.console import err, fail, out, printable
 
 
 def seed(given: int | None) -> int:
@@ -55,7 +54,7 @@ def converse(loaded: Loaded, manner: Manner, first: str | None) -> None:
         try:
             _written(loaded, prompt, manner, notes)
         except RaygptError as error:
-            console.fail(str(error))
+            fail(str(error))
         manner = replace(manner, seed=manner.seed + 1)  # the same prompt again gives another text
         prompt = _ask()
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from raygpt.errors import RaygptError
-from raygpt.report import gather, normal
 from raygpt.runs import OpenRun
+from raygpt.show import normal
+from raygpt.show.series import Series, restarts, thinned, train_series, val_series
 
 # Okabe and Ito's colours, as on the page
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b1568f", "#b07800", "#4b4f56")
@@ -39,13 +40,13 @@ def draw(runs: Sequence[OpenRun]) -> bytes:
 def _losses(axes: Any, runs: Sequence[OpenRun]) -> None:
     is_one = len(runs) == 1
     for number, run in enumerate(runs):
-        train, val = gather.thinned(gather.train_series(run)), gather.val_series(run)
+        train, val = thinned(train_series(run)), val_series(run)
         own, other = _colour(number), _colour(1 if is_one else number)
         name = "training" if is_one else None
         axes.plot(*_pairs(train, "loss"), color=own, linewidth=1.2, alpha=1 if is_one else 0.45, label=name)
         label = "validation" if is_one else run.name
         axes.plot(*_pairs(val, "loss"), color=other, linewidth=1.6, marker="o", markersize=3.5, label=label)
-        for step in gather.restarts(run)["step"]:
+        for step in restarts(run)["step"]:
             axes.axvline(step, color=SOFT, linewidth=0.8, linestyle=":")
     _shade(axes, runs)
     _dress(axes, runs[0].name if is_one else "loss", "step")
@@ -63,7 +64,7 @@ def _shade(axes: Any, runs: Sequence[OpenRun]) -> None:
 
 def _metric(axes: Any, runs: Sequence[OpenRun], key: str, label: str) -> None:
     for number, run in enumerate(runs):
-        axes.plot(*_pairs(gather.thinned(gather.train_series(run)), key), color=_colour(number), linewidth=1.2)
+        axes.plot(*_pairs(thinned(train_series(run)), key), color=_colour(number), linewidth=1.2)
     axes.set_ylim(bottom=0)
     _dress(axes, label)
 
@@ -81,7 +82,7 @@ def _dress(axes: Any, title: str, below: str = "") -> None:
         axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
-def _pairs(series: gather.Series, key: str) -> tuple[list[float], list[float]]:
+def _pairs(series: Series, key: str) -> tuple[list[float], list[float]]:
     known = [(x, y) for x, y in zip(series["step"], series[key], strict=True) if x is not None and y is not None]
     return [x for x, _ in known], [y for _, y in known]
 

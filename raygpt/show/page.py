@@ -10,10 +10,11 @@ from importlib import resources
 from typing import Any
 
 from raygpt import __version__
+from raygpt.formatting import number_text, size, value_text
 from raygpt.recipes.explain import flat
-from raygpt.report import curve, gather, normal
 from raygpt.runs import OpenRun, status
-from raygpt.wording import number_text, size, value_text
+from raygpt.show import curve, normal
+from raygpt.show.series import compact, restarts, thinned, train_series, val_series
 
 SAMPLES = 4  # that are shown open; the others unfold
 COLOURS = 6
@@ -53,7 +54,7 @@ def _document(title: str, body: str) -> str:
 
 
 def _asset(name: str) -> str:
-    return (resources.files("raygpt") / "report" / "assets" / name).read_text("utf-8")
+    return (resources.files("raygpt") / "show" / "assets" / name).read_text("utf-8")
 
 
 def _data(runs: Sequence[OpenRun], verdicts: Sequence[normal.Verdict]) -> str:
@@ -62,9 +63,9 @@ def _data(runs: Sequence[OpenRun], verdicts: Sequence[normal.Verdict]) -> str:
         {
             "name": run.name,
             "batch_tokens": run.recipe.training.batch_tokens,
-            "train": gather.compact(gather.thinned(gather.train_series(run))),
-            "val": gather.compact(gather.thinned(gather.val_series(run))),
-            "restarts": gather.compact(gather.restarts(run)),
+            "train": compact(thinned(train_series(run))),
+            "val": compact(thinned(val_series(run))),
+            "restarts": compact(restarts(run)),
         }
         for run in runs
     ]
@@ -171,7 +172,7 @@ def _charts(runs: Sequence[OpenRun]) -> str:
 
 def _still(run: OpenRun) -> str:
     """The losses for a reader whose browser runs no scripts."""
-    series = (gather.thinned(gather.train_series(run)), gather.thinned(gather.val_series(run)))
+    series = (thinned(train_series(run)), thinned(val_series(run)))
     train, val = (
         [(x, y) for x, y in zip(s["step"], s["loss"], strict=True) if x is not None and y is not None] for s in series
     )

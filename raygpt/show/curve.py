@@ -1,6 +1,6 @@
 """A run's losses as a picture: an SVG that needs nothing to draw it and nothing to show it.
 
-python -m raygpt.report.curve RUN OUT.svg
+python -m raygpt.show.curve RUN OUT.svg
 """
 
 import math

@@ -1,6 +1,6 @@
 """Is my loss normal? A run beside runs of the same recipe that were really done, three seeds each.
 
-    python -m raygpt.report.normal RUN RUN RUN > raygpt/report/references/RECIPE.json
+    python -m raygpt.show.normal RUN RUN RUN > raygpt/show/references/RECIPE.json
 
 A further run should fall into the band in 95 of 100 cases: the references' mean ± t · s · √(1 + 1/n), Student's t for
 the n values' spread s. Three values say little of their spread, so s is pooled over neighbouring points; and the band
@@ -21,8 +21,8 @@ import numpy as np
 from raygpt.config import Recipe
 from raygpt.recipes import load_recipe, shipped_recipes
 from raygpt.recipes.explain import flat
-from raygpt.report.gather import Series, train_series, val_series
 from raygpt.runs import OpenRun, open_run
+from raygpt.show.series import Series, train_series, val_series
 from raygpt.training import resume
 
 NEIGHBOURS = 4  # points to either side whose spread is pooled
@@ -89,13 +89,13 @@ def nearest_recipe(recipe: Recipe) -> tuple[str, dict[str, tuple[Any, Any]]]:
 
 def references() -> list[str]:
     """Shipped recipes that have a reference."""
-    folder = resources.files("raygpt") / "report" / "references"
+    folder = resources.files("raygpt") / "show" / "references"
     return [name for name in shipped_recipes() if (folder / f"{name}.json").is_file()]
 
 
 def load_reference(name: str) -> dict[str, Any]:
     """The losses of a recipe's reference runs, their seeds, and what they ran on."""
-    file = resources.files("raygpt") / "report" / "references" / f"{name}.json"
+    file = resources.files("raygpt") / "show" / "references" / f"{name}.json"
     read: dict[str, Any] = json.loads(file.read_text("utf-8"))
     return read
 

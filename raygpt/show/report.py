@@ -1,4 +1,4 @@
-"""Pictures and pages made from a run directory. Imports neither engine."""
+"""`raygpt report`: the page of some runs, and a picture of their curves."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ PAGE = "report.html"
 
 def write_report(folders: Sequence[str], out: str | None = None, png: str | None = None) -> dict[str, int]:
     """Write the page of some runs, and a picture where one is asked for: file -> bytes."""
-    from raygpt.report import page, picture
+    from raygpt.show import page, picture
 
     runs = [open_run(folder) for folder in folders]
     empty = next((run for run in runs if not any("loss" in line or "val_loss" in line for line in run.metrics)), None)

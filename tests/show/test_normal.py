@@ -5,8 +5,8 @@ import pytest
 from directories import logged, make_run
 
 from raygpt.recipes import load_recipe
-from raygpt.report import normal
 from raygpt.runs import open_run
+from raygpt.show import normal
 
 
 def test_the_band_is_where_a_further_run_falls_in_95_of_100_cases():

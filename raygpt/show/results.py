@@ -1,8 +1,8 @@
-"""What people see of export, import, eval, runs, show and report."""
+"""Console output of the verbs that print a result: export, import, eval, runs, show, report, recipes, doctor, bench."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -10,17 +10,22 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from raygpt.config import Recipe
-from raygpt.console import as_path, err, near, out, printable, program, table_of
-from raygpt.evaluation.tasks import Figures
-from raygpt.inference.loaded import Loaded, Weighed
+from raygpt.formatting import ago, number_text, size, value_text
 from raygpt.recipes.explain import flat
-from raygpt.runs import OpenRun
-from raygpt.wording import ago, number_text, size, value_text
+from raygpt.show.console import as_path, err, near, out, printable, program, table_of
 
+if TYPE_CHECKING:
+    from raygpt.doctor import Finding
+    from raygpt.evaluation.tasks import Figures
+    from raygpt.inference.loaded import Loaded, Weighed
+    from raygpt.recipes.explain import Key
+    from raygpt.runs import OpenRun
+
+MARKS = {"ok": "[green]✓[/]", "optional": "[yellow]○[/]", "problem": "[red]✗[/]"}
 STATES = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "unreadable": "red"}
 
 
-def show_exported(found: Weighed, folder: str, files: Mapping[str, int]) -> None:
+def show_exported(found: "Weighed", folder: str, files: Mapping[str, int]) -> None:
     """The files, and how to open them."""
     out.print(f"checkpoint of step {found.checkpoint.step} of {escape(near(found.run.folder))}", soft_wrap=True)
     table = Table.grid(padding=(0, 2))
@@ -31,7 +36,7 @@ def show_exported(found: Weighed, folder: str, files: Mapping[str, int]) -> None
     out.print(f"  AutoModelForCausalLM.from_pretrained({folder!r})", markup=False, soft_wrap=True)
 
 
-def show_imported(run: OpenRun) -> None:
+def show_imported(run: "OpenRun") -> None:
     """What it is, and how to train it further."""
     model, vocab = run.recipe.model, run.tokenizer.vocab
     folder = escape(near(run.folder))
@@ -70,7 +75,7 @@ def evaluating() -> Iterator[Callable[[str, int, int], None]]:
         yield watch
 
 
-def show_scores(loaded: Loaded, results: Mapping[str, Figures]) -> None:
+def show_scores(loaded: "Loaded", results: Mapping[str, "Figures"]) -> None:
     """A line for each score, with its standard error."""
     out.print(f"checkpoint of step {loaded.checkpoint.step} of {escape(near(loaded.run.folder))}", soft_wrap=True)
     table = Table("task", "score", "value", "± standard error", "over", box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -130,6 +135,44 @@ def show_report(files: Mapping[str, int]) -> None:
     for file, count in files.items():
         hint = "; open it in a browser, it needs no network" if file.endswith(".html") else ""
         out.print(f"{escape(near(file))}  {size(count)}{hint}", soft_wrap=True)
+
+
+def show_recipes(recipes: dict[str, str]) -> None:
+    """Name and description of each."""
+    out.print(table_of(list(recipes.items())))
+    out.print("\nraygpt recipes show NAME prints one; raygpt train NAME runs it.")
+
+
+def show_keys(keys: Sequence["Key"]) -> None:
+    """What each is for, of which kind it is, and its default."""
+    out.print(table_of([(key.name, f"{key.description} ({key.type}; default {key.default})") for key in keys]))
+
+
+def show_findings(findings: Sequence["Finding"]) -> None:
+    """The doctor's report."""
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        remedy = f"\n[yellow]→ {escape(finding.remedy)}[/]" if finding.remedy else ""
+        table.add_row(MARKS[finding.state], finding.name, escape(finding.detail) + remedy)
+    out.print(table)
+    problems = sum(finding.state == "problem" for finding in findings)
+    out.print("\nReady." if not problems else f"\n{problems} to mend; ○ marks what only some recipes need.")
+
+
+def show_speed(figures: dict[str, Any], verdict: str) -> None:
+    """What `raygpt bench` measured, and what to think of it."""
+    about, table = figures["about"], Table.grid(padding=(0, 2))
+    table.add_row("device", escape(about["device"]))
+    table.add_row("engine", f"{about['engine']}, {about['precision']}, attention by {about['attention']}")
+    table.add_row("model", f"{figures['layers']} layers of width {figures['width']}")
+    table.add_row("batch", f"{figures['rows']} rows × {figures['context']} tokens")
+    share = "" if figures["mfu"] is None else f", MFU {figures['mfu']:.3f}"
+    table.add_row("step", f"{figures['ms']:.1f} ms, [bold]{figures['tokens_per_s']:,.0f} tokens/s[/]{share}")
+    if figures["peak_gib"]:
+        table.add_row("memory", f"{figures['peak_gib']:.1f} GiB at most")
+    table.add_row("first step", f"{figures['compile_s']:.0f} s, compiling included")
+    out.print(table)
+    out.print(f"\n{escape(verdict)}")
 
 
 def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

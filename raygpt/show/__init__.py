@@ -1,0 +1,1 @@
+"""Console output, report pages and charts. Imports neither engine."""

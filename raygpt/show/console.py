@@ -1,0 +1,59 @@
+"""The terminal: standard output and standard error, and the forms that all console output shares."""
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def fail(message: str) -> None:
+    """The one line that an error ends in."""
+    err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+
+
+def show_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        out.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+
+
+def program() -> str:
+    """What to type for raygpt: its name where the shell finds it, else its path."""
+    if shutil.which("raygpt"):
+        return "raygpt"
+    return "python -m raygpt" if sys.argv[0].endswith("__main__.py") else near(sys.argv[0])
+
+
+def near(path: str) -> str:
+    """A path as seen from here."""
+    return path.removeprefix(f"{Path.cwd()}/")
+
+
+def as_path(name: str) -> str:
+    """With a slash: without one a folder is taken for a tokenizer's name, or for a run's in run.storage."""
+    return name if "/" in name else f"./{name}"
+
+
+def table_of(rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(escape(label), escape(value))
+    return table
+
+
+def printable(text: str) -> str:
+    """Without control characters, which a model may write and a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+
+
+def clip(text: str, length: int) -> str:
+    text = printable(text)
+    return text if len(text) <= length else text[:length].rstrip() + " …"

@@ -1,0 +1,90 @@
+"""Console output of `raygpt prepare` and `raygpt data show`."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from raygpt.show.console import as_path, clip, err, near, out, program, show_notes, table_of
+
+if TYPE_CHECKING:
+    from raygpt.corpus import prepare
+    from raygpt.corpus.store import TokenStore
+
+
+@contextlib.contextmanager
+def preparing() -> Iterator[Callable[["prepare.Progress"], None]]:
+    """A bar while a corpus is prepared, plain lines where there is no terminal, nothing where nothing is to do."""
+    if not err.is_terminal:
+        yield _PlainProgress()
+        return
+    columns = (
+        TextColumn("preparing"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %  {task.fields[counts]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("", total=None, counts="starting")  # without a total it pulses
+
+        def watch(progress: "prepare.Progress") -> None:
+            bar.update(task, total=progress.source_total, completed=progress.source_bytes, counts=_counts(progress))
+
+        yield watch
+
+
+class _PlainProgress:
+    """A line at the start and every ten seconds."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def __call__(self, progress: "prepare.Progress") -> None:
+        if time.monotonic() >= self._next:
+            share = progress.source_bytes / max(1, progress.source_total)
+            err.print(f"preparing {share:4.0%}  {_counts(progress)}", soft_wrap=True)
+            self._next = time.monotonic() + 10
+
+
+def _counts(progress: "prepare.Progress") -> str:
+    speed = progress.text_bytes / max(progress.seconds, 1e-9) / 1e6
+    return f"{progress.documents:,} documents  {progress.tokens:,} tokens  {speed:.1f} MB/s"
+
+
+def show_prepared(store: "TokenStore") -> None:
+    """The closing line of prepare."""
+    index = store.index
+    tokens = index.tokens("train") + index.tokens("val")
+    out.print(
+        f"{index.documents:,} documents, {index.text_bytes / 1e6:,.1f} MB of text → {index.tokens('train'):,} tokens "
+        f"to train on, {index.tokens('val'):,} to validate; {index.text_bytes / tokens:.2f} bytes per token",
+        soft_wrap=True,
+    )
+    show_notes(index.notes)
+    folder = escape(near(store.folder))
+    out.print(f"token store  {folder}", soft_wrap=True)
+    where, name = as_path(folder), folder.rstrip("/").rpartition("/")[-1]
+    words = f"train tiny data.source={where} data.tokenizer={where} run.name={name}"
+    out.print(f"train on it  {program()} {words}", soft_wrap=True)
+
+
+def show_data(shown: dict[str, Any]) -> None:
+    """A source or a store: its facts, then its rows."""
+    facts = [(name, _fact(value)) for name, value in shown.items() if name != "rows" and value not in ({}, [], "")]
+    out.print(table_of(facts))
+    for number, row in enumerate(shown["rows"]):
+        text = row if isinstance(row, str) else row["text"]
+        ids = "" if isinstance(row, str) else f" [dim]{' '.join(map(str, row['tokens'][:8]))} …[/]"
+        out.print(f"[bold cyan]row {number}[/]{ids}")
+        out.print(escape(clip(text, 240)), soft_wrap=True)
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {kind}" for name, kind in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)

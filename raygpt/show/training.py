@@ -1,0 +1,163 @@
+"""Console output of `raygpt train`: the plan, live progress, and the result."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn
+
+from raygpt.config import TASKS
+from raygpt.show.console import clip, err, near, out, printable, program, show_notes, table_of
+from raygpt.training.mfu import peak_flops
+
+if TYPE_CHECKING:
+    from raygpt.training.prepared import Prepared
+    from raygpt.training.ray.launch import Result
+    from raygpt.training.session import Event
+
+
+def show_plan(run: "Prepared") -> None:
+    """Every number of a run, and the beginning of its first batch."""
+    out.print(table_of([(label, near(value)) for label, value in run.plan.lines()]))
+    for store in run.corpus.stores:
+        show_notes(store.index.notes)
+    (row,) = run.feed.rows(0, [0])
+    text = run.corpus.tokenizer.decode(row.tolist())
+    out.print(f"\n[bold]batch 0, row 0 of {run.plan.rows}[/] [dim]{' '.join(map(str, row[:8].tolist()))} …[/]")
+    out.print(f"{escape(clip(text, 240))}\n", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def live_progress(steps: int) -> Iterator["Training"]:
+    """A live line while training in a terminal, a line per event elsewhere."""
+    if not out.is_terminal:
+        yield Training(steps, None)
+        return
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=out, transient=True) as live:
+        yield Training(steps, live)
+
+
+def tell_trouble(event: "Event") -> None:
+    """Where standard output is for a program: warnings and the like, on standard error."""
+    if said := _trouble(event):
+        err.print(said, soft_wrap=True)
+
+
+def _trouble(event: "Event") -> str:
+    """A warning, a fault, or what is waited for; nothing else."""
+    if event.get("event") in ("warning", "fault"):
+        return f"[yellow]{event['event']}:[/] {escape(event['text'])}"
+    return escape(event["text"]) if event.get("event") in ("waiting", "stopping") else ""
+
+
+class Training:
+    """Watches a run; what it saw is in `events`."""
+
+    def __init__(self, steps: int, live: Progress | None):
+        self.events: list[Event] = []
+        self._steps, self._live = steps, live
+        self._val_loss: float | None = None
+        self._said: dict[str, str] = {}
+        self._task = live.add_task("starting workers") if live else None
+
+    def __call__(self, event: "Event") -> None:
+        self.events.append(event)
+        if event.get("event") == "start":
+            about = ", ".join(f"{name} {value}" for name, value in event.items() if name != "event")
+            unknown = "" if peak_flops(event["device"]) else "; its MFU is unknown"
+            self._once("computing", about + unknown)
+            self._show("compiling")
+        elif event.get("event") == "split":
+            self._once("batch", event["text"])
+        elif said := _trouble(event):
+            out.print(said, soft_wrap=True)
+            if event["event"] == "waiting":
+                self._show("waiting")
+        elif event.get("event") == "resume":
+            where = f" of {escape(near(event['folder']))}" if event["fork"] else ""
+            out.print(f"continuing after step {event['step']}{where}", soft_wrap=True)
+        elif event.get("event") == "profile":
+            out.print(f"profile in {escape(near(event['file']))}, for ui.perfetto.dev", soft_wrap=True)
+        elif scores := [name for name in event if name == "val_loss" or name.partition("_")[0] in TASKS]:
+            self._val_loss = event.get("val_loss", self._val_loss)
+            parts = [f"step {event['step']:>{len(str(self._steps))}}/{self._steps}"]
+            parts += [f"{name.replace('_', ' ')} {_score(name, event[name])}" for name in scores]
+            out.print("  ".join(parts), soft_wrap=True)
+        elif "loss" in event:
+            self._show(self._line(event))
+            if not self._live:
+                out.print(self._line(event), soft_wrap=True)
+
+    def _once(self, label: str, value: str) -> None:
+        """Again only when it is another: workers that start anew mostly compute as before."""
+        if self._said.get(label) != value:
+            out.print(table_of([(label, value)]))
+            self._said[label] = value
+
+    def _line(self, event: "Event") -> str:
+        parts = [f"step {event['step']:>{len(str(self._steps))}}/{self._steps}", f"loss {event['loss']:.4f}"]
+        if "tokens_per_s" in event:
+            left = (self._steps - event["step"]) * event["tokens"] / event["step"] / event["tokens_per_s"]
+            parts += [f"{event['tokens_per_s']:,.0f} tokens/s", f"{int(left // 60)}:{int(left % 60):02d} left"]
+        if event.get("skipped"):
+            parts.append(f"{event['skipped']:.0f} skipped")
+        if "mfu" in event:
+            parts.append(f"MFU {event['mfu']:.1%}")
+        return "  ".join(parts)
+
+    def _show(self, text: str) -> None:
+        if self._live and self._task is not None:
+            val = "" if self._val_loss is None else f"  val loss {self._val_loss:.4f}"
+            self._live.update(self._task, description=text + val)
+
+
+def _score(name: str, value: float) -> str:
+    return f"{value:.4f}" if name == "val_loss" else f"{value:.4g}"
+
+
+def show_finished(run: "Prepared") -> None:
+    """Nothing was left to do."""
+    out.print(
+        f"{escape(near(run.plan.run_folder))} is trained to step {run.after} already. Set training.steps (or epochs) "
+        "higher to go on, or run.name to begin another run.",
+        soft_wrap=True,
+    )
+
+
+def show_stopped(result: "Result") -> None:
+    """It was asked to stop, and did."""
+    folder = escape(near(result.path))
+    text = f"stopped after step {result.stopped}, which is saved in {folder}; the same command goes on from there"
+    out.print(text, soft_wrap=True)
+
+
+def show_result(result: "Result", events: Sequence["Event"]) -> None:
+    """What came of a run: the validation loss before and after, its last samples, and what to do next."""
+    losses = [event["val_loss"] for event in events if "val_loss" in event]
+    folder = near(result.path)
+    _show_samples([event for event in events if event.get("event") == "sample"])
+    if len(losses) > 1:
+        out.print(f"\nvalidation loss {losses[0]:.4f} at the start, {losses[-1]:.4f} at the end ({_fall(losses)})")
+    out.print(f"run directory   {escape(folder)}\n\nTry next:", soft_wrap=True)
+    for words in (
+        f"generate {folder}",
+        f"eval {folder}",
+        "train tiny data.source=README.md data.tokenizer=bytes training.steps=20 run.name=readme",
+    ):
+        out.print(f"  {program()} {escape(words)}", soft_wrap=True)
+
+
+def _show_samples(samples: Sequence["Event"]) -> None:
+    """Those of the last evaluation: one, or one for each prompt, which stands out in it."""
+    last = [sample for sample in samples if sample["step"] == samples[-1]["step"]]
+    for sample in last:
+        prompt = sample.get("prompt", "")
+        about = f" from {clip(prompt, 40)!r}" if len(last) > 1 else ""
+        out.print(f"\n[bold]a sample of what it writes now{escape(about)}[/]")
+        text = printable(sample["text"].removeprefix(prompt))
+        out.print(f"[cyan]{escape(printable(prompt))}[/]{escape(text)}", soft_wrap=True)
+
+
+def _fall(losses: Sequence[float]) -> str:
+    return f"{losses[-1] / losses[0] - 1:+.0%}"
