@@ -25,8 +25,8 @@ def train(recipe: str, **overrides: Any) -> "Result":
         return launch.train(launch.prepare_run(loaded))
 
 
-def run(function: "Callable[..., None]", config: dict[str, Any] | None = None, **where: Any) -> "Result":
-    """Run a JAX function of your own on the same workers; `where` is what `raygpt.training.ray.function.run` takes."""
+def run(function: "Callable[..., None]", config: dict[str, Any] | None = None, **options: Any) -> "Result":
+    """Run a JAX or PyTorch function on the same workers; `raygpt.training.ray.function.run` says what else it takes."""
     from raygpt.training.ray import function as own
 
-    return own.run(function, config, **where)
+    return own.run(function, config, **options)

@@ -43,6 +43,20 @@ def test_two_workers_fit_a_line_together(example):
     assert loss < 0.013  # the noise alone has 0.1² = 0.01
 
 
+def test_two_workers_fit_a_line_to_a_ray_dataset(example):
+    out = example("dataset_function.py")
+    slope, offset, loss = map(float, re.match(r"y = (\S+) x \+ (\S+), loss (\S+) after 10 ", out).groups())
+    assert abs(slope - 2) < 0.2
+    assert abs(offset - 1) < 0.1
+    assert loss < 0.013
+
+
+def test_two_pytorch_workers_learn_a_sine(example):
+    pytest.importorskip("torch", reason="needs the extra torch")
+    out = example("torch_function.py")
+    assert float(re.fullmatch(r"loss (\S+) after 40 epochs on 2 workers\n", out)[1]) < 0.02
+
+
 def test_tutorial_a_is_less_than_60_lines_on_raygpts_parts(example, tmp_path):
     source = (CHECKOUT / "examples" / "tutorial_a.py").read_text().splitlines()
     assert len(source) < 60

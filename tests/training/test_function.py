@@ -1,4 +1,4 @@
-"""A function of one's own on the workers that recipes run on."""
+"""A user function on the workers that recipes run on."""
 
 import contextlib
 import logging
@@ -8,8 +8,11 @@ import pytest
 from ray._private.state import actors
 
 import raygpt
+from raygpt.corpus.feed import Feed
+from raygpt.corpus.prepare import prepare
 from raygpt.errors import RaygptError
 from raygpt.training.ray import function
+from raygpt.training.ray.shards import Rows
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +59,8 @@ def test_what_cannot_be_is_said_before_anything_starts(look):
         raygpt.run(look, cluster={"wrokers": 2})
     with pytest.raises(RaygptError, match=r"run\.name: '\.\./x' is not 1 to 128 of"):
         raygpt.run(look, name="../x")
+    with pytest.raises(RaygptError, match="engine: 'keras' is not known; write jax or torch"):
+        raygpt.run(look, engine="keras")
     with pytest.raises(RaygptError, match=r"run\.name: 'stores' is where prepared tokens lie"):
         raygpt.run(look, name="stores")
     with pytest.raises(
@@ -102,3 +107,75 @@ def test_a_function_that_fails_is_not_repeated_unless_that_is_asked_for(monkeypa
     monkeypatch.setattr(function, "fit", lambda trainer, watch: asked.append(trainer.run_config.failure_config))
     raygpt.run(look, cluster={"accelerator": "cpu", **cluster})
     assert [config.max_failures for config in asked] == [faults]
+
+
+# With PyTorch, and with datasets
+
+
+def test_a_pytorch_function_is_one_of_a_process_group_also_alone(ray_cluster, tmp_path):
+    pytest.importorskip("torch", reason="needs the extra torch")
+
+    def look(config):
+        import os
+
+        import ray.train
+        import ray.train.torch
+        import torch
+
+        model = ray.train.torch.prepare_model(torch.nn.Linear(2, 1))
+        model(torch.ones(3, 2, device=ray.train.torch.get_device())).sum().backward()
+        group = torch.distributed.get_rank(), torch.distributed.get_world_size(), os.environ["LOCAL_WORLD_SIZE"]
+        ray.train.report({"group": group, "grad": next(model.parameters()).grad.tolist()})
+
+    cluster = {"workers": 1, "accelerator": "cpu"}
+    result = raygpt.run(look, engine="torch", cluster=cluster, storage_path=str(tmp_path), name="run")
+    assert result.error is None
+    assert result.metrics == {"group": (0, 1, "1"), "grad": [[3.0, 3.0]]}
+
+
+def test_ray_splits_a_dataset_and_each_worker_gets_its_rows_of_ours(ray_cluster, tmp_path):
+    import numpy as np
+    import ray.data
+
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of a text that is not long\n" for n in range(200)))
+    store = prepare(str(tmp_path / "text.txt"), str(tmp_path / "store"), "bytes", val=0.1)
+    feed = Feed([store.train], context=16, batch_rows=4, order="shuffled", seed=5)
+
+    def look(config):
+        import numpy as np
+        import ray.train
+
+        rank = ray.train.get_context().get_world_rank()
+        numbers = [int(row["id"]) for row in ray.train.get_dataset_shard("numbers").iter_rows()]
+        rows = [batch["x"] for batch in ray.train.get_dataset_shard("rows").iter_batches(batch_size=2)]
+        np.savez(f"{config['folder']}/{rank}.npz", numbers=numbers, rows=rows)
+
+    result = raygpt.run(
+        look,
+        {"folder": str(tmp_path)},
+        datasets={"numbers": lambda: ray.data.range(40), "rows": Rows(feed, range(3, 6))},
+        cluster={"workers": 2, "accelerator": "cpu"},
+        storage_path=str(tmp_path),
+        name="run",
+    )
+    assert result.error is None
+    seen = [np.load(tmp_path / f"{rank}.npz") for rank in range(2)]
+    assert [len(one["numbers"]) for one in seen] == [20, 20]
+    assert sorted(np.concatenate([one["numbers"] for one in seen])) == list(range(40))
+    for rank, one in enumerate(seen):
+        expected = [feed.rows(batch, [2 * rank, 2 * rank + 1])[:, :-1] for batch in range(3, 6)]
+        np.testing.assert_array_equal(one["rows"], expected)
+
+
+def test_datasets_that_no_cpu_is_left_for_are_refused(ray_cluster, look, tmp_path):
+    import ray
+
+    cpus = int(ray.cluster_resources()["CPU"])
+    refusal = rf"datasets: {cpus} × 1 CPU leave Ray Data no CPU \(1 node, {cpus} CPU\); write fewer cluster\.workers"
+    with pytest.raises(RaygptError, match=refusal):
+        raygpt.run(
+            look,
+            datasets={"numbers": lambda: ray.data.range(4)},
+            cluster={"workers": cpus, "accelerator": "cpu"},
+            storage_path=str(tmp_path),
+        )

@@ -17,6 +17,7 @@ from raygpt.runs import checkpoints
 from raygpt.runs.metrics import read as read_metrics
 from raygpt.testing.chaos import losses
 from raygpt.testing.faults import VARIABLE
+from raygpt.training.ray.backend import Processes
 from raygpt.training.ray.mailbox import open_mailbox
 from raygpt.training.ray.scaling import choose_workers
 from raygpt.training.ray.trainer import Trainer, fit
@@ -91,7 +92,7 @@ def test_workers_end_with_a_driver_that_gives_up_where_ray_lives_on(ray_cluster,
             raise RaygptError("taken over by somebody else")
 
     workers, mailbox = choose_workers(check_part("cluster", {"workers": 2})), open_mailbox()
-    trainer = Trainer(work, {"folder": str(tmp_path)}, workers, str(tmp_path / "run"), mailbox)
+    trainer = Trainer(work, {"folder": str(tmp_path)}, workers, str(tmp_path / "run"), mailbox, backend=Processes())
     with pytest.raises(RaygptError, match="taken over"):
         fit(trainer, lambda event: None, poll)
     deadline = time.monotonic() + 60

@@ -5,7 +5,7 @@ import pytest
 
 from raygpt.corpus.feed import Feed, rows_of_worker
 from raygpt.corpus.prepare import prepare
-from raygpt.training.ray.shards import RowsByRank
+from raygpt.training.ray.shards import Rows, RowsByRank
 
 CONTEXT, ROWS, BATCHES = 16, 5, range(3, 9)
 
@@ -34,21 +34,16 @@ def train_on_workers(feed, workers, rows_of, folder):
         rows = list(ray.train.get_dataset_shard("train").iter_batches(batch_size=len(config["rows"][rank])))
         np.savez(f"{config['folder']}/{rank}.npz", x=[r["x"] for r in rows], y=[r["y"] for r in rows])
 
+    rows = Rows(feed, BATCHES, rows_of)
     DataParallelTrainer(
         loop,
         train_loop_config={"folder": folder, "rows": [rows_of(ROWS, rank, workers) for rank in range(workers)]},
         scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
         run_config=RunConfig(storage_path=folder, name="rows"),
-        datasets={"train": placeholder()},
-        dataset_config=RowsByRank(feed, BATCHES, rows_of),
+        datasets={"train": rows.all()},
+        dataset_config=RowsByRank({"train": rows}),
     ).fit()
     return {rank: np.load(f"{folder}/{rank}.npz") for rank in range(workers)}
-
-
-def placeholder():
-    import ray.data
-
-    return ray.data.range(1)
 
 
 @pytest.mark.parametrize("rows_of", [rows_of_worker, every_row], ids=["shared out", "the same to all"])

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 import ray.train
 from ray.train.backend import Backend, BackendConfig
+from ray.train.v2.jax.config import JaxConfig
 
 from raygpt.host import cores
 from raygpt.training.ray.private import get_address_and_port
@@ -25,6 +26,11 @@ class Processes(BackendConfig):
     @property
     def backend_cls(self) -> type[Backend]:
         return _Backend
+
+
+def backend_for(engine: str, accelerator: str) -> BackendConfig:
+    """How the workers of an engine join: on TPUs by Ray's backend, else by ours."""
+    return JaxConfig(use_tpu=True) if accelerator == "tpu" else Processes(engine)
 
 
 class _Backend(Backend):

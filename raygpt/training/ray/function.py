@@ -1,34 +1,47 @@
-"""A function of one's own on the workers that recipes run on: CPUs, GPUs and TPUs alike."""
+"""A user function on the workers that recipes run on: CPUs, GPUs and TPUs alike."""
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray.train import UserCallback
+from ray.train.backend import BackendConfig
 
 from raygpt import storage
 from raygpt.cluster import connected
+from raygpt.engines import require
 from raygpt.errors import RaygptError
 from raygpt.host import cores
 from raygpt.recipes import check_part
+from raygpt.training.ray.backend import backend_for
 from raygpt.training.ray.launch import Result
 from raygpt.training.ray.mailbox import open_mailbox
-from raygpt.training.ray.scaling import choose_workers
+from raygpt.training.ray.scaling import choose_workers, ensure_spare_cpus
 from raygpt.training.ray.trainer import Trainer, fit
 from raygpt.training.session import Event
+
+log = logging.getLogger("raygpt")
 
 
 def run(
     function: Callable[..., None],
     config: dict[str, Any] | None = None,
     *,
+    engine: str = "jax",
+    datasets: Mapping[str, Any] | None = None,
     cluster: dict[str, Any] | None = None,
     storage_path: str = "runs",
     name: str | None = None,
     watch: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> Result:
-    """Run `function(config)` in every worker, the workers being processes of one JAX program.
+    """Run `function(config)` in every worker. With `engine="jax"` the workers are processes of one JAX program; with
+    `engine="torch"` they are a PyTorch process group, as Ray's TorchTrainer makes it: `ray.train.torch.prepare_model`
+    and the like work.
+
+    `datasets` has a Ray Dataset for each name, or a function that makes one on the run's cluster: Ray splits it, and
+    `ray.train.get_dataset_shard(name)` is a worker's part. `raygpt.training.ray.shards.Rows` instead are rows of a
+    token store's batches, each worker's own, in order.
 
     `cluster` has the keys of a recipe's but for `mesh`: `{"workers": 2, "accelerator": "gpu"}`. `watch` sees what the
     function reports with `ray.train.report`; the last of each metric, and the last checkpoint, come back.
@@ -39,6 +52,9 @@ def run(
     asked = check_part("cluster", {"max_faults": 0} | (cluster or {}))
     if "mesh" in asked.model_fields_set:
         raise RaygptError("cluster.mesh: is a recipe's; leave it out, and call jax.make_mesh in the function")
+    if engine not in ("jax", "torch"):
+        raise RaygptError(f"engine: {engine!r} is not known; write jax or torch")
+    require(engine)
     name = name or time.strftime("function-%Y%m%d-%H%M%S")
     check_part("run", {"name": name})
     folder = storage.join(storage.absolute(storage_path), name)
@@ -49,13 +65,31 @@ def run(
             reported.update(event["reported"])
             watch(event["reported"])
         if event.get("event") in ("waiting", "fault"):
-            logging.getLogger("raygpt").warning(event["text"])
+            log.warning(event["text"])
 
     with connected(cpus=cores() + asked.max_workers):
-        mailbox = open_mailbox()
-        workers, callbacks = choose_workers(asked), [_Reports(mailbox)]
-        error = fit(Trainer(function, config or {}, workers, folder, mailbox, callbacks=callbacks), see)
+        mailbox, workers = open_mailbox(), choose_workers(asked, engine, log.warning)
+        if datasets:
+            ensure_spare_cpus(workers)
+        trainer = Trainer(
+            function,
+            config or {},
+            workers,
+            folder,
+            mailbox,
+            backend=_torch_backend() if engine == "torch" else backend_for(engine, workers.accelerator),
+            callbacks=[_Reports(mailbox)],
+            datasets=datasets,
+        )
+        error = fit(trainer, see)
     return Result(folder, reported, reported.pop("checkpoint", None), error)
+
+
+def _torch_backend() -> BackendConfig:
+    """Ray's own: it sets the environment variables that PyTorch's libraries read, also for one worker."""
+    from ray.train.torch import TorchConfig  # imports torch
+
+    return TorchConfig()
 
 
 class _Reports(UserCallback):

@@ -19,6 +19,7 @@ from raygpt.runs.lock import locked
 from raygpt.runs.records import Outcome, write_result
 from raygpt.training import prepared, resume
 from raygpt.training.prepared import Prepared
+from raygpt.training.ray.backend import backend_for
 from raygpt.training.ray.mailbox import open_mailbox
 from raygpt.training.ray.scaling import choose_workers, ensure_shared
 from raygpt.training.ray.trainer import Trainer, fit
@@ -84,7 +85,7 @@ def train(
                 workers,
                 folder,
                 mailbox,
-                engine=run.recipe.engine,
+                backend=backend_for(run.recipe.engine, workers.accelerator),
                 hang_after=run.recipe.training.hang_after,
             )
             seen.error = fit(trainer, seen.add, look)

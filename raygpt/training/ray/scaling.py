@@ -144,6 +144,15 @@ def ensure_room(workers: Workers, say: Callable[[str], None]) -> None:
     raise RaygptError(f"cluster.workers: {workers} do not fit: the cluster has room for {room} ({_has()}); {remedy}")
 
 
+def ensure_spare_cpus(workers: Workers) -> None:
+    """Refuse workers that leave Ray Data no CPU to read datasets with: they would wait for their batches for ever."""
+    if workers.spare_cpus() < 1 and not has_autoscaler():
+        raise RaygptError(
+            f"datasets: {workers} leave Ray Data no CPU ({_has()}); write fewer cluster.workers, or let functions make "
+            "the datasets, so that raygpt.run starts a cluster with room for both"
+        )
+
+
 def is_our_own() -> bool:
     """Whether this process started the Ray cluster that it is on, and no other node has joined: it ends with us."""
     node: Any = private.worker._global_node

@@ -1,6 +1,7 @@
-"""Rows of batches as Ray datasets, for functions of one's own: every rank gets those that it needs."""
+"""Rows of batches as Ray Datasets, for user functions: every rank gets those that it needs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ray.train import DataConfig
@@ -8,21 +9,34 @@ from ray.train import DataConfig
 from raygpt.corpus.feed import Feed, rows_of_worker, windows_dataset
 
 if TYPE_CHECKING:
-    from ray.data import DataIterator
+    from ray.data import DataIterator, Dataset
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of some batches of a feed, and which of them a rank needs: by default a share of its own of each batch."""
+
+    feed: Feed
+    batches: range
+    rows_of: Callable[[int, int, int], Sequence[int]] = rows_of_worker  # of batch_rows, rank, workers
+
+    def all(self) -> "Dataset":
+        return windows_dataset(self.feed, self.batches)
+
+    def of_rank(self, rank: int, workers: int) -> "Dataset":
+        return windows_dataset(self.feed, self.batches, self.rows_of(self.feed.batch_rows, rank, workers))
 
 
 class RowsByRank(DataConfig):
-    """Gives every rank a dataset of the rows that it needs, through `ray.train.get_dataset_shard`.
+    """Gives every rank its rows through `ray.train.get_dataset_shard`, batch after batch; Ray splits other datasets.
 
     Ray's own split deals blocks to whichever worker is hungry: in no order, and never the same row to two workers,
     as a tensor or context axis wants it.
     """
 
-    def __init__(
-        self, feed: Feed, batches: range, rows_of: Callable[[int, int, int], Sequence[int]] = rows_of_worker
-    ) -> None:
+    def __init__(self, rows: Mapping[str, Rows]) -> None:
         super().__init__()
-        self._feed, self._batches, self._rows_of = feed, batches, rows_of
+        self._rows = rows
 
     def configure(
         self,
@@ -32,11 +46,11 @@ class RowsByRank(DataConfig):
         worker_node_ids: list[str] | None,
         **kwargs: Any,
     ) -> list[dict[str, "DataIterator"]]:
-        return [
-            {name: self._iterator(rank, world_size, worker_node_ids) for name in datasets} for rank in range(world_size)
-        ]
-
-    def _iterator(self, rank: int, world_size: int, node_ids: list[str] | None) -> "DataIterator":
-        rows = self._rows_of(self._feed.batch_rows, rank, world_size)
-        dataset = windows_dataset(self._feed, self._batches, rows)
-        return dataset.streaming_split(1, locality_hints=[node_ids[rank]] if node_ids else None)[0]
+        others = {name: dataset for name, dataset in datasets.items() if name not in self._rows}
+        split = super().configure(others, world_size, worker_handles, worker_node_ids, **kwargs)
+        for rank, iterators in enumerate(split):
+            for name in datasets.keys() & self._rows.keys():
+                dataset = self._rows[name].of_rank(rank, world_size)
+                near = [worker_node_ids[rank]] if worker_node_ids else None
+                (iterators[name],) = dataset.streaming_split(1, locality_hints=near)
+        return split

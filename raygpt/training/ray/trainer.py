@@ -1,22 +1,21 @@
 """Ray's trainer as raygpt runs it: our policies in its controller, and events shown while it runs.
 
-trainer = Trainer(function, config, workers, run_folder, mailbox)
+trainer = Trainer(function, config, workers, run_folder, mailbox, backend=backend_for("jax", "cpu"))
 error = fit(trainer, watch)
 """
 
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import ray
+from ray.train.backend import BackendConfig
 from ray.train.v2.api.config import FailureConfig, RunConfig
-from ray.train.v2.jax.config import JaxConfig
 
 from raygpt import storage
 from raygpt.errors import RaygptError, first_line
-from raygpt.training.ray.backend import Processes
 from raygpt.training.ray.mailbox import on_this_node
 from raygpt.training.ray.private import (
     HEALTH_CHECK_INTERVAL_S_ENV_VAR,
@@ -30,6 +29,7 @@ from raygpt.training.ray.private import (
 from raygpt.training.ray.recovery import Recovery, root_cause
 from raygpt.training.ray.resizing import CheckpointBeforeResize, NoAutoscalerPolicy
 from raygpt.training.ray.scaling import Workers, ensure_room, is_our_own
+from raygpt.training.ray.shards import Rows, RowsByRank
 from raygpt.training.session import Event
 
 POLL_S = 0.2  # between two looks for events
@@ -50,10 +50,14 @@ class Trainer(DataParallelTrainer):
         run_folder: str,
         mailbox: Any,
         *,
-        engine: str = "jax",
+        backend: BackendConfig,
         hang_after: float | None = None,
         callbacks: Sequence[Any] = (),
+        datasets: Mapping[str, Any] | None = None,
     ):
+        """`datasets` are Ray Datasets by name, functions that make them, or `Rows`."""
+        datasets = datasets or {}
+        rows = {name: one for name, one in datasets.items() if isinstance(one, Rows)}
         home, _, name = run_folder.rpartition("/")
         filesystem, path = storage.filesystem(home) if storage.is_remote(home) else (None, home)
         run_config: Any = RunConfig(
@@ -67,9 +71,11 @@ class Trainer(DataParallelTrainer):
         super().__init__(
             function,
             train_loop_config=config,
-            backend_config=JaxConfig(use_tpu=True) if workers.accelerator == "tpu" else Processes(engine),
+            backend_config=backend,
             scaling_config=workers.scaling(),
             run_config=run_config,
+            datasets={**datasets, **{name: one.all() for name, one in rows.items()}},
+            dataset_config=RowsByRank(rows),
         )
         self.workers, self.run_folder, self.mailbox = workers, run_folder, mailbox
         self._hang_after = hang_after
@@ -87,7 +93,7 @@ class Trainer(DataParallelTrainer):
         options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": on_this_node()}
         if environment := get_env_vars_to_propagate():  # with one of its own no process that Ray has ready will do
             options["runtime_env"] = {"env_vars": environment}
-        unused = (DatasetsCallback, *(ON_OTHERS_CLUSTERS if is_ours else ()))
+        unused = (*(() if self.datasets else (DatasetsCallback,)), *(ON_OTHERS_CLUSTERS if is_ours else ()))
         self._controller = ray.remote(**options)(Controller).remote(unused, **parts)
         ray.get(self._controller.run.remote())
         return ray.get(self._controller.get_result.remote())
