@@ -9,14 +9,14 @@ import argparse
 import statistics
 import tempfile
 from itertools import pairwise
-from typing import Any
 
 import record
 
 from raygpt.recipes import load_recipe
+from raygpt.training.events import CheckpointSaved, Event, StepLogged
 from raygpt.training.ray import launch
 
-Events = list[dict[str, Any]]
+Events = list[Event]
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
             if kind == "with":
                 inside, other = step_times(events)
                 during, outside = during + inside, outside + other
-                saves += [event["seconds"] for event in events if event.get("event") == "checkpoint"]
+                saves += [event.seconds for event in events if isinstance(event, CheckpointSaved)]
     figures = {
         "steps": steps,
         "checkpoint_every": max(1, steps // 100),
@@ -67,17 +67,17 @@ def run(name: str, overrides: list[str]) -> Events:
 
 def speed(events: Events) -> float:
     """Tokens per second between the first and the last logged step."""
-    logged = [event for event in events if "loss" in event]
+    logged = [event.line() for event in events if isinstance(event, StepLogged)]
     first, last = logged[0], logged[-1]
     return float((last["tokens"] - first["tokens"]) / (last["time"] - first["time"]))
 
 
 def step_times(events: Events) -> tuple[list[float], list[float]]:
     """Seconds from one logged step to the next, while a checkpoint was being written and while none was."""
-    logged = [event for event in events if "loss" in event]
-    at = {event["step"]: event["time"] for event in logged}
-    saves = [event for event in events if event.get("event") == "checkpoint" and event["step"] in at]
-    windows = [(at[event["step"]], at[event["step"]] + event["seconds"]) for event in saves]
+    logged = [event.line() for event in events if isinstance(event, StepLogged)]
+    at = {line["step"]: line["time"] for line in logged}
+    saves = [event for event in events if isinstance(event, CheckpointSaved) and event.step in at]
+    windows = [(at[event.step], at[event.step] + event.seconds) for event in saves]
     during, outside = [], []
     for before, after in pairwise(logged):
         is_during = any(begin <= before["time"] and after["time"] <= end for begin, end in windows)

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from raygpt.recipes import load_recipe
 from raygpt.runs import metrics
+from raygpt.training.events import StepLogged
 from raygpt.training.ray import launch
 
 RECIPE = "gpt2-124m-wikitext103-smoke"
@@ -54,7 +55,7 @@ def smoke(changes: dict[str, str]) -> dict[str, Any]:
     with launch.on_cluster(recipe):
         run = launch.prepare_run(recipe)
         note("first shard")
-        result = launch.train(run, lambda event: note("first step") if "loss" in event else None)
+        result = launch.train(run, lambda event: note("first step") if isinstance(event, StepLogged) else None)
         note("end")
     if result.error:
         raise result.error

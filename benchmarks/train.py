@@ -16,6 +16,7 @@ from typing import Any
 import record
 
 from raygpt.recipes import load_recipe
+from raygpt.training.events import CheckpointSaved, Event, Sampled, Started, StepLogged, Validated
 from raygpt.training.mfu import mfu
 from raygpt.training.prepared import Prepared
 from raygpt.training.ray import launch
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--name", help="of the results file; none is written without it")
     arguments = parser.parse_intermixed_args()
-    events: list[dict[str, Any]] = []
+    events: list[Event] = []
     began = time.time()
     with tempfile.TemporaryDirectory() as folder:
         recipe = load_recipe(arguments.recipe, [f"run.storage={folder}", *arguments.overrides])
@@ -40,29 +41,29 @@ def main() -> None:
     record.show(figures, arguments.name)
 
 
-def measured(events: list[dict[str, Any]], run: Prepared, began: float) -> dict[str, Any]:
+def measured(events: list[Event], run: Prepared, began: float) -> dict[str, Any]:
     """The figures of a run that began then, from what it said."""
-    about = next(event for event in events if event.get("event") == "start")
-    logged = [event for event in events if "loss" in event or "val_loss" in event]
-    trained = [pair for pair in pairwise(logged) if all("loss" in event for event in pair)]
+    about = next(event.about for event in events if isinstance(event, Started))
+    logged = [event.line() for event in events if isinstance(event, StepLogged | Validated)]
+    trained = [pair for pair in pairwise(logged) if all("loss" in line for line in pair)]
     seconds = sum(after["time"] - before["time"] for before, after in trained)
     speed = sum(after["tokens"] - before["tokens"] for before, after in trained) / seconds
     share = mfu(speed, run.plan.flops_per_token, about["device"], int(about["devices"]))
     return {
-        **{name: value for name, value in about.items() if name != "event"},
+        **about,
         "parameters": run.plan.parameters,
         "batch": f"{run.plan.rows} × {run.plan.context}",
         "steps": run.plan.steps,
-        "checkpoints": sum(event.get("event") == "checkpoint" for event in events),
+        "checkpoints": sum(isinstance(event, CheckpointSaved) for event in events),
         "first_logged": {"step": trained[0][0]["step"], "after_s": round(trained[0][0]["time"] - began, 1)},
         "seconds": seconds,
         "round_ms": [round(1e3 * _seconds_per_step(*pair), 2) for pair in trained],
         "tokens_per_s": speed,
         **({"mfu": share} if share else {}),
         "data_wait_s": sum(after["data_wait_s"] for _, after in trained),
-        "losses": {event["step"]: round(event["loss"], 4) for event in logged if "loss" in event},
-        "val_losses": {event["step"]: round(event["val_loss"], 4) for event in logged if "val_loss" in event},
-        "sample": next((event["text"] for event in reversed(events) if event.get("event") == "sample"), ""),
+        "losses": {line["step"]: round(line["loss"], 4) for line in logged if "loss" in line},
+        "val_losses": {line["step"]: round(line["val_loss"], 4) for line in logged if "val_loss" in line},
+        "sample": next((event.text for event in reversed(events) if isinstance(event, Sampled)), ""),
     }
 
 

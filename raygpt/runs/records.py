@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -54,10 +54,9 @@ def read_result(run_folder: str) -> dict[str, Any] | None:
     return _read(run_folder, RESULT)
 
 
-def write_about(run_folder: str, about: dict[str, Any]) -> None:
+def write_about(run_folder: str, about: Mapping[str, str]) -> None:
     """Keep what an engine says of itself, with this machine and the versions of what computes."""
-    facts = {name: value for name, value in about.items() if name != "event"}
-    _write(run_folder, ABOUT, {**facts, **_machine(), "versions": _versions()})
+    _write(run_folder, ABOUT, {**about, **_machine(), "versions": _versions()})
 
 
 def read_about(run_folder: str) -> dict[str, Any]:

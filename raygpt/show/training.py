@@ -7,14 +7,26 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
-from raygpt.config import TASKS
 from raygpt.show.console import clip, err, near, out, printable, program, show_notes, table_of
+from raygpt.training.events import (
+    BatchSplit,
+    Event,
+    FaultHandled,
+    Message,
+    ProfileWritten,
+    Resumed,
+    Sampled,
+    Started,
+    StepLogged,
+    Validated,
+    Waiting,
+    Warned,
+)
 from raygpt.training.mfu import peak_flops
 
 if TYPE_CHECKING:
     from raygpt.training.prepared import Prepared
     from raygpt.training.ray.launch import Result
-    from raygpt.training.session import Event
 
 
 def show_plan(run: "Prepared") -> None:
@@ -38,17 +50,22 @@ def live_progress(steps: int) -> Iterator["Training"]:
         yield Training(steps, live)
 
 
-def tell_trouble(event: "Event") -> None:
+def tell_trouble(event: Event) -> None:
     """Where standard output is for a program: warnings and the like, on standard error."""
     if said := _trouble(event):
         err.print(said, soft_wrap=True)
 
 
-def _trouble(event: "Event") -> str:
+def _trouble(event: Event) -> str:
     """A warning, a fault, or what is waited for; nothing else."""
-    if event.get("event") in ("warning", "fault"):
-        return f"[yellow]{event['event']}:[/] {escape(event['text'])}"
-    return escape(event["text"]) if event.get("event") in ("waiting", "stopping") else ""
+    match event:
+        case Warned(text):
+            return f"[yellow]warning:[/] {escape(text)}"
+        case FaultHandled(text):
+            return f"[yellow]fault:[/] {escape(text)}"
+        case Message(text):
+            return escape(text)
+    return ""
 
 
 class Training:
@@ -61,33 +78,33 @@ class Training:
         self._said: dict[str, str] = {}
         self._task = live.add_task("starting workers") if live else None
 
-    def __call__(self, event: "Event") -> None:
+    def __call__(self, event: Event) -> None:
         self.events.append(event)
-        if event.get("event") == "start":
-            about = ", ".join(f"{name} {value}" for name, value in event.items() if name != "event")
-            unknown = "" if peak_flops(event["device"]) else "; its MFU is unknown"
-            self._once("computing", about + unknown)
-            self._show("compiling")
-        elif event.get("event") == "split":
-            self._once("batch", event["text"])
-        elif said := _trouble(event):
-            out.print(said, soft_wrap=True)
-            if event["event"] == "waiting":
-                self._show("waiting")
-        elif event.get("event") == "resume":
-            where = f" of {escape(near(event['folder']))}" if event["fork"] else ""
-            out.print(f"continuing after step {event['step']}{where}", soft_wrap=True)
-        elif event.get("event") == "profile":
-            out.print(f"profile in {escape(near(event['file']))}, for ui.perfetto.dev", soft_wrap=True)
-        elif scores := [name for name in event if name == "val_loss" or name.partition("_")[0] in TASKS]:
-            self._val_loss = event.get("val_loss", self._val_loss)
-            parts = [f"step {event['step']:>{len(str(self._steps))}}/{self._steps}"]
-            parts += [f"{name.replace('_', ' ')} {_score(name, event[name])}" for name in scores]
-            out.print("  ".join(parts), soft_wrap=True)
-        elif "loss" in event:
-            self._show(self._line(event))
-            if not self._live:
-                out.print(self._line(event), soft_wrap=True)
+        match event:
+            case Started(about):
+                unknown = "" if peak_flops(about["device"]) else "; its MFU is unknown"
+                self._once("computing", ", ".join(f"{name} {value}" for name, value in about.items()) + unknown)
+                self._show("compiling")
+            case BatchSplit(text):
+                self._once("batch", text)
+            case Message():
+                out.print(_trouble(event), soft_wrap=True)
+                if isinstance(event, Waiting):
+                    self._show("waiting")
+            case Resumed(step, folder, is_fork):
+                where = f" of {escape(near(folder))}" if is_fork else ""
+                out.print(f"continuing after step {step}{where}", soft_wrap=True)
+            case ProfileWritten(file):
+                out.print(f"profile in {escape(near(file))}, for ui.perfetto.dev", soft_wrap=True)
+            case Validated(step, scores):
+                self._val_loss = self._val_loss if event.val_loss is None else event.val_loss
+                parts = [self._step(step)]
+                parts += [f"{name.replace('_', ' ')} {_score(name, value)}" for name, value in scores.items()]
+                out.print("  ".join(parts), soft_wrap=True)
+            case StepLogged():
+                self._show(self._line(event))
+                if not self._live:
+                    out.print(self._line(event), soft_wrap=True)
 
     def _once(self, label: str, value: str) -> None:
         """Again only when it is another: workers that start anew mostly compute as before."""
@@ -95,15 +112,18 @@ class Training:
             out.print(table_of([(label, value)]))
             self._said[label] = value
 
-    def _line(self, event: "Event") -> str:
-        parts = [f"step {event['step']:>{len(str(self._steps))}}/{self._steps}", f"loss {event['loss']:.4f}"]
-        if "tokens_per_s" in event:
-            left = (self._steps - event["step"]) * event["tokens"] / event["step"] / event["tokens_per_s"]
-            parts += [f"{event['tokens_per_s']:,.0f} tokens/s", f"{int(left // 60)}:{int(left % 60):02d} left"]
-        if event.get("skipped"):
-            parts.append(f"{event['skipped']:.0f} skipped")
-        if "mfu" in event:
-            parts.append(f"MFU {event['mfu']:.1%}")
+    def _step(self, step: int) -> str:
+        return f"step {step:>{len(str(self._steps))}}/{self._steps}"
+
+    def _line(self, event: StepLogged) -> str:
+        values, parts = event.values, [self._step(event.step), f"loss {event.loss:.4f}"]
+        if "tokens_per_s" in values:
+            left = (self._steps - event.step) * values["tokens"] / event.step / values["tokens_per_s"]
+            parts += [f"{values['tokens_per_s']:,.0f} tokens/s", f"{int(left // 60)}:{int(left % 60):02d} left"]
+        if values.get("skipped"):
+            parts.append(f"{values['skipped']:.0f} skipped")
+        if "mfu" in values:
+            parts.append(f"MFU {values['mfu']:.1%}")
         return "  ".join(parts)
 
     def _show(self, text: str) -> None:
@@ -132,11 +152,12 @@ def show_stopped(result: "Result") -> None:
     out.print(text, soft_wrap=True)
 
 
-def show_result(result: "Result", events: Sequence["Event"]) -> None:
+def show_result(result: "Result", events: Sequence[Event]) -> None:
     """What came of a run: the validation loss before and after, its last samples, and what to do next."""
-    losses = [event["val_loss"] for event in events if "val_loss" in event]
+    validated = [event.val_loss for event in events if isinstance(event, Validated)]
+    losses = [loss for loss in validated if loss is not None]
     folder = near(result.path)
-    _show_samples([event for event in events if event.get("event") == "sample"])
+    _show_samples([event for event in events if isinstance(event, Sampled)])
     if len(losses) > 1:
         out.print(f"\nvalidation loss {losses[0]:.4f} at the start, {losses[-1]:.4f} at the end ({_fall(losses)})")
     out.print(f"run directory   {escape(folder)}\n\nTry next:", soft_wrap=True)
@@ -148,14 +169,14 @@ def show_result(result: "Result", events: Sequence["Event"]) -> None:
         out.print(f"  {program()} {escape(words)}", soft_wrap=True)
 
 
-def _show_samples(samples: Sequence["Event"]) -> None:
+def _show_samples(samples: Sequence[Sampled]) -> None:
     """Those of the last evaluation: one, or one for each prompt, which stands out in it."""
-    last = [sample for sample in samples if sample["step"] == samples[-1]["step"]]
+    last = [sample for sample in samples if sample.step == samples[-1].step]
     for sample in last:
-        prompt = sample.get("prompt", "")
+        prompt = sample.prompt
         about = f" from {clip(prompt, 40)!r}" if len(last) > 1 else ""
         out.print(f"\n[bold]a sample of what it writes now{escape(about)}[/]")
-        text = printable(sample["text"].removeprefix(prompt))
+        text = printable(sample.text.removeprefix(prompt))
         out.print(f"[cyan]{escape(printable(prompt))}[/]{escape(text)}", soft_wrap=True)
 
 

@@ -10,6 +10,7 @@ from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.engines.base import Engine
 from raygpt.evaluation import prompts, tasks
 from raygpt.runs import checkpoints, records
+from raygpt.training.events import Sampled, Validated
 from raygpt.training.session import Session, write_or_warn
 from raygpt.training.task import Task
 
@@ -39,7 +40,7 @@ class Evaluation:
         loss = self._val_loss(state, go_on)
         scores = self._task_scores(state, go_on)
         if loss is not None or scores:
-            self._session.record({"step": step, **({} if loss is None else {"val_loss": loss}), **scores})
+            self._session.record(Validated(step, {**({} if loss is None else {"val_loss": loss}), **scores}))
         write_or_warn(self._session, f"the validation loss of step {step}", lambda: self._keep_loss(step, loss))
         self._sample(state, step)
         self._session.beat(step)
@@ -72,7 +73,7 @@ class Evaluation:
         asked, tokenizer = self._training.prompts, self._task.tokenizer
         texts = prompts.write(self._engine, state, tokenizer, asked, self._training.seed)
         for sample in records.samples_of(step, texts, asked):
-            self._session.emit({"event": "sample", **sample})
+            self._session.emit(Sampled(**sample))
         write_or_warn(
             self._session,
             f"the samples of step {step}",

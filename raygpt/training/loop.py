@@ -20,13 +20,14 @@ from raygpt.runs.checkpoints import Checkpoint
 from raygpt.training.clock import Clock
 from raygpt.training.divergence import DivergenceCheck
 from raygpt.training.evaluation import Evaluation
+from raygpt.training.events import Finished, ProfileWritten, Resumed, Started, StepLogged, Stopped
 from raygpt.training.metrics_log import MetricsLog
 from raygpt.training.mfu import mfu
 from raygpt.training.polling import Polling
 from raygpt.training.prefetch import prefetch
 from raygpt.training.profiling import Profile
 from raygpt.training.saving import Saving
-from raygpt.training.session import Event, Orders, Session, write_or_warn
+from raygpt.training.session import Orders, Session, write_or_warn
 from raygpt.training.task import Task
 
 AHEAD = 2  # batches on the device before they are needed
@@ -87,7 +88,7 @@ class Loop:
     def _begin(self) -> tuple[Any, int]:
         """The state and step to go on from: the newest whole checkpoint's, another run's, or those before step 1."""
         about, folder = {**self._about, "workers": str(self._session.workers)}, self._task.run_folder
-        self._session.emit({"event": "start", **about})
+        self._session.emit(Started(about))
         write_or_warn(self._session, "what it runs on", lambda: records.write_about(folder, about))
         self._session.rest()  # what is fetched takes as long as it takes; storage has time limits of its own
         checkpoint = self._newest()
@@ -97,7 +98,7 @@ class Loop:
         is_due = is_due and bool(self._session.decide(lambda: not checkpoints.is_scored(folder, step)))
         self._session.resume(step, is_validated=not is_due)
         if source:
-            self._session.emit({"event": "resume", "step": step, "folder": source.folder, "fork": checkpoint is None})
+            self._session.emit(Resumed(step, source.folder, is_fork=checkpoint is None))
         fetched = checkpoints.on_this_node(source) if source else ""
         self._session.beat(step)
         state = self._restore(source, fetched) if source else self._engine.start()
@@ -159,7 +160,7 @@ class Loop:
 
     def _tell_profile(self, file: str | None) -> None:
         if file:
-            self._session.emit({"event": "profile", "file": file})
+            self._session.emit(ProfileWritten(file))
 
     # After a step
 
@@ -170,13 +171,13 @@ class Loop:
         for count in ("skipped", "spikes"):
             if not read[count]:
                 read.pop(count)
-        event: Event = {"step": step, **read, "tokens": step * self._training.batch_tokens}
+        values = {**read, "tokens": step * self._training.batch_tokens}
         steps_per_s = clock.lap(step)
         if steps_per_s:  # none for the first step, which is compiled
-            speed = event["tokens_per_s"] = steps_per_s * self._training.batch_tokens
+            speed = values["tokens_per_s"] = steps_per_s * self._training.batch_tokens
             share = mfu(speed, self._task.flops_per_token, self._about["device"], self._engine.device_count)
-            event |= {} if share is None else {"mfu": share}
-        self._session.record({**event, "data_wait_s": waited})
+            values |= {} if share is None else {"mfu": share}
+        self._session.record(StepLogged(step, {**values, "data_wait_s": waited}))
 
     def _poll_if_due(self, step: int, metrics: Any) -> Orders:
         """What is wanted of all workers: asked after every step that is logged, and at least every few seconds."""
@@ -231,4 +232,4 @@ class Loop:
         """Everything is logged and saved."""
         self._log.flush()
         self._saving.finish(state, step, metrics)
-        self._session.emit({"event": "stopped" if orders.stop else "finished", "step": step})
+        self._session.emit(Stopped(step) if orders.stop else Finished(step))

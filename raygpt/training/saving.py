@@ -16,6 +16,7 @@ from typing import Any
 from raygpt.engines.base import Engine
 from raygpt.errors import RaygptError, StorageError, first_line
 from raygpt.runs import checkpoints
+from raygpt.training.events import CheckpointSaved
 from raygpt.training.session import Session
 from raygpt.training.task import Task
 
@@ -159,7 +160,7 @@ class Saving:
         self._prune(step)
         self._session.saved(step, folder)
         took = time.monotonic() - self._begun
-        self._session.emit({"event": "checkpoint", "step": step, "folder": folder, "seconds": took})
+        self._session.emit(CheckpointSaved(step, folder, took))
 
     def _prune(self, step: int) -> None:
         try:

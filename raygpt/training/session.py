@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from raygpt.errors import RaygptError
+from raygpt.runs.metrics import Line
+from raygpt.training.events import Event, Metrics, Warned
 
-Event = dict[str, Any]
 POLL_S = 5.0  # at most so long between two polls of the workers for orders: a node may be about to go
 
 
@@ -37,7 +38,7 @@ class Session(Protocol):
         """Tell whoever watches of what is no reason to end."""
         ...
 
-    def record(self, metrics: Event) -> None:
+    def record(self, metrics: Metrics) -> None:
         """Tell whoever watches, and keep it in the run's metrics."""
         ...
 
@@ -101,13 +102,13 @@ class LocalSession:
         self.events.append(event)
 
     def warn(self, text: str) -> None:
-        self.emit({"event": "warning", "text": text})
+        self.emit(Warned(text))
 
-    def record(self, metrics: Event) -> None:
+    def record(self, metrics: Metrics) -> None:
         self.events.append(metrics)
 
     def resume(self, step: int, is_validated: bool = True) -> None:
-        self.events = [event for event in self.events if event.get("step", 0) <= step]
+        self.events = [event for event in self.events if getattr(event, "step", 0) <= step]
 
     def expect(self, step: int) -> None:
         self._parts.pop(step, None)
@@ -145,7 +146,7 @@ class Listener(Protocol):
 
     def begin(self, after: int) -> None: ...
 
-    def record(self, event: Event) -> None: ...
+    def record(self, line: Line) -> None: ...
 
     def close(self, is_well: bool = True) -> None: ...
 

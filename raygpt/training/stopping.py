@@ -14,7 +14,7 @@ from types import FrameType
 from raygpt import storage
 from raygpt.errors import RaygptError
 from raygpt.runs.lock import lock_owner
-from raygpt.training.session import Event
+from raygpt.training.events import Event, StopRequested
 
 WISH = "stop"
 STOP_POLL_S = 2.0  # between two looks for a wish from elsewhere
@@ -44,7 +44,7 @@ def stoppable(
     def look() -> None:
         nonlocal looked
         while unsaid:
-            watch({"event": "stopping", "text": unsaid.pop(0)})
+            watch(StopRequested(unsaid.pop(0)))
         if asked.is_set() or time.monotonic() - looked < STOP_POLL_S:
             return
         looked = time.monotonic()

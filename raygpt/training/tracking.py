@@ -28,7 +28,7 @@ from raygpt.errors import RaygptError, first_line
 from raygpt.evaluation.tasks import SCORES
 from raygpt.recipes.explain import flat
 from raygpt.runs import metrics as logged
-from raygpt.training.session import Event
+from raygpt.runs.metrics import Line
 
 SENT = ("loss", "val_loss", "lr", "grad_norm", "skipped", "spikes", "tokens", "tokens_per_s", "mfu", "data_wait_s")
 NAMES = (*SENT, *SCORES, "restarts")
@@ -102,9 +102,9 @@ class Tracking:
             _Teller(name, functools.partial(make, after), lines, self._warn) for name, make in self._makers.items()
         ]
 
-    def record(self, event: Event) -> None:
+    def record(self, line: Line) -> None:
         for teller in self._tellers:
-            teller.waiting.put(event)
+            teller.waiting.put(line)
 
     def close(self, is_well: bool = True) -> None:
         """Until everything is told, or time is up."""
@@ -119,11 +119,11 @@ class _Teller(threading.Thread):
     """Tells one tracker: first what it lacks of earlier lines, then all that wait, at once where there are several."""
 
     def __init__(
-        self, name: str, make: Callable[[], Tracker], lines: Sequence[Event], warn: Callable[[str], None]
+        self, name: str, make: Callable[[], Tracker], lines: Sequence[Line], warn: Callable[[str], None]
     ) -> None:
         super().__init__(name=name, daemon=True)
         self._make, self._lines, self._warn = make, lines, warn
-        self.waiting: queue.SimpleQueue[Event | bool] = queue.SimpleQueue()  # at the end, whether all is well
+        self.waiting: queue.SimpleQueue[Line | bool] = queue.SimpleQueue()  # at the end, whether all is well
         self.start()
 
     def run(self) -> None:
@@ -131,28 +131,28 @@ class _Teller(threading.Thread):
             tracker, end = self._make(), None
             _tell(tracker, self._lines)
             while end is None:
-                events = [self.waiting.get()]
+                waiting = [self.waiting.get()]
                 while not self.waiting.empty():
-                    events.append(self.waiting.get())
-                end = next((event for event in events if isinstance(event, bool)), None)
-                _tell(tracker, [event for event in events if not isinstance(event, bool)])
+                    waiting.append(self.waiting.get())
+                end = next((one for one in waiting if isinstance(one, bool)), None)
+                _tell(tracker, [one for one in waiting if not isinstance(one, bool)])
             tracker.close(end)
         except (Exception, SystemExit) as error:  # W&B exits where its service has failed
             self._warn(f"{self.name} failed ({first_line(error)}) and is not told any more; the run goes on")
 
 
-def _tell(tracker: Tracker, events: Sequence[Event]) -> None:
+def _tell(tracker: Tracker, lines: Sequence[Line]) -> None:
     """Lines of metrics, less what the tracker had of them already."""
-    lines = []
-    for event in events:
-        step = int(event["step"])
-        metrics = {name: float(event[name]) for name in (*SENT, *SCORES) if event.get(name) is not None}
-        metrics |= {"restarts": 1.0} if event.get("restart") else {}
+    numbers = []
+    for line in lines:
+        step = int(line["step"])
+        metrics = {name: float(line[name]) for name in (*SENT, *SCORES) if line.get(name) is not None}
+        metrics |= {"restarts": 1.0} if line.get("restart") else {}
         new = {name: value for name, value in metrics.items() if step > tracker.had.get(name, -1)}
         if new:
-            lines.append(Numbers(step, new, float(event.get("time", 0.0))))
-    if lines:
-        tracker.send(lines)
+            numbers.append(Numbers(step, new, float(line.get("time", 0.0))))
+    if numbers:
+        tracker.send(numbers)
 
 
 class TensorBoard:

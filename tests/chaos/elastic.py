@@ -25,6 +25,7 @@ from ray.cluster_utils import Cluster
 
 from raygpt.recipes import load_recipe
 from raygpt.testing.chaos import read_state
+from raygpt.training.events import CheckpointSaved, FaultHandled, Started, Warned
 from raygpt.training.ray import launch, scaling
 from raygpt.training.stopping import ask_to_stop
 
@@ -125,7 +126,7 @@ def main(engine, precision, folder, *sizes):
     seen = []
 
     def workers():
-        return [int(event["workers"]) for event in events if event.get("event") == "start"]
+        return [int(event.about["workers"]) for event in events if isinstance(event, Started)]
 
     def wait_for_workers(size, starts):
         wait_for(lambda: not thread.is_alive() or (len(workers()) > starts and workers()[-1] == size))
@@ -172,8 +173,8 @@ def main(engine, precision, folder, *sizes):
         "losses": [(line["step"], line["loss"]) for line in logged(folder, "elastic") if "loss" in line],
         "expected": [(line["step"], line["loss"]) for line in logged(folder, "straight") if "loss" in line],
         "distance": distance(folder, "elastic", "straight"),
-        "said": [event["text"] for event in events if event.get("event") in ("fault", "warning")],
-        "saved": [event["step"] for event in events if event.get("event") == "checkpoint"],
+        "said": [event.text for event in events if isinstance(event, FaultHandled | Warned)],
+        "saved": [event.step for event in events if isinstance(event, CheckpointSaved)],
         "restarts": [line["step"] for line in logged(folder, "elastic") if "restart" in line],
     }
 

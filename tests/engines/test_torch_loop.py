@@ -10,6 +10,7 @@ from raygpt.corpus.feed import Feed  # noqa: E402
 from raygpt.corpus.nanogpt import open_nanogpt  # noqa: E402
 from raygpt.engines.torch.engine import TorchEngine  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
+from raygpt.training.events import Resumed, StepLogged, Validated  # noqa: E402
 from raygpt.training.loop import Loop  # noqa: E402
 from raygpt.training.session import LocalSession  # noqa: E402
 from raygpt.training.task import Task  # noqa: E402
@@ -41,7 +42,7 @@ def train(tmp_path):
         feed = Feed([opened.train], context=CONTEXT, batch_rows=ROWS, seed=recipe.training.seed)
         task, session = Task(recipe, feed, (opened.val,), str(tmp_path / name)), LocalSession()
         Loop(task, TorchEngine(recipe, task.tokenizer.vocab, device="cpu"), session).run()
-        return {event["step"]: event["loss"] for event in session.events if "loss" in event}, session.events
+        return {event.step: event.loss for event in session.events if isinstance(event, StepLogged)}, session.events
 
     return run
 
@@ -50,9 +51,9 @@ def test_it_learns_and_goes_on_bit_for_bit_where_it_was_interrupted(train):
     whole, events = train("whole", 40)
     assert whole[1] == pytest.approx(np.log(257), rel=0.05)
     assert whole[40] < 2
-    assert [event["val_loss"] for event in events if "val_loss" in event][-1] < 2
+    assert [event.val_loss for event in events if isinstance(event, Validated)][-1] < 2
     before, _ = train("in two parts", 20)
     after, events = train("in two parts", 40)
-    assert 20 in [event["step"] for event in events if event.get("event") == "resume"]
+    assert 20 in [event.step for event in events if isinstance(event, Resumed)]
     assert min(after) == 21
     assert {**before, **after} == whole

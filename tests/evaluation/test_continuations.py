@@ -17,6 +17,7 @@ from raygpt.evaluation import continuations, tasks
 from raygpt.evaluation.continuations import Pair, Score, encode, score
 from raygpt.recipes import load_recipe
 from raygpt.show.training import live_progress
+from raygpt.training.events import Validated
 
 CONTEXT, VOCAB = 24, 257
 
@@ -131,7 +132,7 @@ def test_a_word_that_is_all_but_impossible_has_a_perplexity_all_the_same():
 
 
 @pytest.mark.parametrize(
-    ("event", "line"),
+    ("scores", "line"),
     [
         (
             {"lambada_acc": 0.25, "lambada_perplexity": 1234.567},
@@ -141,9 +142,9 @@ def test_a_word_that_is_all_but_impossible_has_a_perplexity_all_the_same():
         ({"val_loss": 2.5}, "step  5/20  val loss 2.5000"),
     ],
 )
-def test_the_terminal_shows_scores_with_a_validation_loss_or_without(capsys, event, line):
+def test_the_terminal_shows_scores_with_a_validation_loss_or_without(capsys, scores, line):
     with live_progress(20) as watch:
-        watch({"step": 5, **event})
+        watch(Validated(5, scores))
     assert capsys.readouterr().out == f"{line}\n"
 
 

@@ -31,10 +31,9 @@ def test_samples_are_kept_in_order_and_those_that_a_restart_undid_are_gone(folde
 
 def test_what_a_run_ran_on_is_kept_with_machine_and_versions(folder):
     assert read_about(folder) == {}
-    write_about(folder, {"event": "start", "engine": "jax 1", "device": "cpu"})
+    write_about(folder, {"engine": "jax 1", "device": "cpu"})
     about = read_about(folder)
     assert (about["engine"], about["device"]) == ("jax 1", "cpu")
-    assert "event" not in about
     assert platform.node() not in json.dumps(about)  # a report may be shown to others
     assert about["versions"]["python"] == platform.python_version()
     assert about["versions"]["jax"] == __import__("jax").__version__

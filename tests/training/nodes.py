@@ -24,6 +24,7 @@ from ray.cluster_utils import Cluster
 import raygpt
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
+from raygpt.training.events import Finished, Started, Warned
 from raygpt.training.ray import launch
 
 SEEN = (
@@ -95,7 +96,12 @@ def gpu_alone(folder):
             raygpt.train("tiny", **small, **changed)
         except RaygptError as error:
             refusals.append(str(error))
-    return {"events": [event for event in events if "event" in event], "refusals": refusals}
+    return {
+        "warnings": [event.text for event in events if isinstance(event, Warned)],
+        "device": next(event.about["device"] for event in events if isinstance(event, Started)),
+        "finished": [event.step for event in events if isinstance(event, Finished)],
+        "refusals": refusals,
+    }
 
 
 def tpus(folder):

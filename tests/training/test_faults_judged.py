@@ -39,12 +39,12 @@ GO_ON, END = FailureDecision.RETRY, FailureDecision.RAISE
 def test_the_third_fault_at_one_step_is_no_accident(judge):
     decisions, said = judge(*[RuntimeError("odd")] * 3)
     assert decisions == [GO_ON, GO_ON, END]
-    assert said[-1]["text"].startswith("the same fault came 3 times after step 7")
+    assert said[-1].text.startswith("the same fault came 3 times after step 7")
 
 
 def test_a_fault_without_a_word_is_told_by_its_kind(judge):
     _, said = judge(RuntimeError(" \n"))
-    assert "worker 1 failed (RuntimeError) after" in said[0]["text"]
+    assert "worker 1 failed (RuntimeError) after" in said[0].text
     assert str(recovery.root_cause(WorkerGroupError("failed", {1: RaygptError("")}))) == "RaygptError"
 
 
@@ -61,7 +61,7 @@ def test_a_storage_that_fails_has_nothing_to_do_with_the_step(judge, fault):
 def test_there_is_a_limit_to_all_of_them_and_what_the_user_has_to_mend_ends_it_at_once(judge):
     decisions, said = judge(*[StorageError("no answer")] * 3, limit=2)
     assert decisions == [GO_ON, GO_ON, END]
-    assert said[1]["text"].endswith("(fault 2 of at most 2)")
+    assert said[1].text.endswith("(fault 2 of at most 2)")
     assert judge(RaygptError("write something else"))[0] == [END]
 
 

@@ -22,6 +22,17 @@ from raygpt.corpus.nanogpt import open_nanogpt
 from raygpt.errors import RaygptError, StorageError
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
+from raygpt.training.events import (
+    CheckpointSaved,
+    Finished,
+    Resumed,
+    Sampled,
+    Started,
+    StepLogged,
+    Stopped,
+    Validated,
+    Warned,
+)
 from raygpt.training.loop import Loop
 from raygpt.training.saving import Saving
 from raygpt.training.session import LocalSession, Orders
@@ -118,16 +129,34 @@ def run(task, engine, orders=()):
     return session.events
 
 
+def of(events, kind):
+    return [event for event in events if isinstance(event, kind)]
+
+
+def lines_of(events, kind):
+    """As metrics.jsonl has them."""
+    return [event.line() for event in of(events, kind)]
+
+
+def steps_of(events, kind):
+    return [event.step for event in of(events, kind)]
+
+
+def texts_of(events, kind):
+    return [event.text for event in of(events, kind)]
+
+
 def kinds(events):
     """[("train", 3), ("val", 4), …]"""
     told = []
     for event in events:
-        if event.get("event") == "start":
-            told.append(("start", None))
-        elif "loss" in event:
-            told.append(("train", event["step"]))
-        elif "val_loss" in event:
-            told.append(("val", event["step"]))
+        match event:
+            case Started():
+                told.append(("start", None))
+            case StepLogged(step):
+                told.append(("train", step))
+            case Validated(step):
+                told.append(("val", step))
     return told
 
 
@@ -152,16 +181,16 @@ def test_it_logs_and_validates_when_the_recipe_says_and_at_the_end(make_task):
 def test_every_logged_step_is_logged_once_and_in_order(make_task, steps, log_every, eval_every):
     training = {"steps": steps, "log_every": log_every, "eval_every": eval_every, "batch_tokens": ROWS * CONTEXT}
     events = run(make_task(training=training), FakeEngine())
-    logged = [event for event in events if "loss" in event]
+    logged = lines_of(events, StepLogged)
     every = [step for step in range(1, steps + 1) if step % log_every == 0 or step == steps]
     assert [event["step"] for event in logged] == every
     assert [event["loss"] for event in logged] == every  # each with its own metrics
     validated = [0, *(step for step in range(1, steps + 1) if step % eval_every == 0 or step == steps)]
-    assert [event["step"] for event in events if "val_loss" in event] == validated
+    assert steps_of(events, Validated) == validated
 
 
 def test_a_log_event_has_loss_rate_norm_tokens_speed_and_wait_and_no_mfu_on_a_cpu(make_task):
-    logged = [event for event in run(make_task(), FakeEngine()) if "loss" in event]
+    logged = lines_of(run(make_task(), FakeEngine()), StepLogged)
     keys = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "data_wait_s"}
     assert [set(event) for event in logged] == [keys] * 4
     assert [event["tokens"] for event in logged] == [3 * 64, 6 * 64, 9 * 64, 10 * 64]
@@ -175,18 +204,17 @@ def test_on_a_known_device_a_log_event_has_mfu(make_task):
             return {"device": "NVIDIA H200"}
 
     task = make_task()
-    for event in (event for event in run(task, H200()) if "loss" in event):
+    for event in lines_of(run(task, H200()), StepLogged):
         expected = event["tokens_per_s"] * task.recipe.model.flops_per_token(VOCAB) / (2 * 989e12)
         assert event["mfu"] == pytest.approx(expected)
 
 
 def test_the_start_says_what_computes_and_every_validation_shows_a_sample(make_task):
     events = run(make_task(), FakeEngine())
-    start = next(event for event in events if event.get("event") == "start")
-    assert (start["device"], start["devices"]) == ("cpu", "1")
-    samples = [event for event in events if event.get("event") == "sample"]
-    assert [event["step"] for event in samples] == [0, 4, 8, 10]
-    assert all(isinstance(event["text"], str) and event["text"] for event in samples)
+    start = next(event for event in events if isinstance(event, Started))
+    assert (start.about["device"], start.about["devices"]) == ("cpu", "1")
+    assert steps_of(events, Sampled) == [0, 4, 8, 10]
+    assert all(isinstance(text, str) and text for text in texts_of(events, Sampled))
 
 
 def test_speed_is_that_of_the_steps_alone(make_task, monkeypatch):
@@ -213,7 +241,7 @@ def test_speed_is_that_of_the_steps_alone(make_task, monkeypatch):
     loop = Loop(make_task(training=training), engine, session)
     logged = loop._log._waiting
     loop.run()
-    speeds = [event["tokens_per_s"] for event in session.events if "loss" in event]
+    speeds = [event["tokens_per_s"] for event in lines_of(session.events, StepLogged)]
     assert speeds == [ROWS * CONTEXT / 2] * 6
 
 
@@ -228,7 +256,7 @@ def test_waiting_for_data_is_measured(make_task):
     training = {"steps": 12, "log_every": 4, "eval_every": 100, "batch_tokens": ROWS * CONTEXT}
     starved = run(make_task(SlowFeed(), training=training), FakeEngine())
     busy = run(make_task(training=training), FakeEngine(step_s=0.03))
-    waits = [[event["data_wait_s"] for event in events if "loss" in event] for events in (starved, busy)]
+    waits = [[event["data_wait_s"] for event in lines_of(events, StepLogged)] for events in (starved, busy)]
     assert min(waits[0][1:]) > 0.2  # four batches of 0.2 s each, less what the machine does meanwhile
     assert sum(waits[1]) < sum(waits[0]) / 3
 
@@ -249,7 +277,7 @@ def test_validation_is_the_mean_over_all_windows_of_all_streams(make_task, micro
     task = make_task()
     task = Task(task.recipe, task.feed, task.val * 2, task.run_folder)
     engine = FakeEngine(micro_rows=micro_rows)
-    first = next(event for event in run(task, engine) if "val_loss" in event)
+    first = lines_of(run(task, engine), Validated)[0]
     ids = np.resize(PATTERN[::-1], 10 * CONTEXT + 9)
     windows = np.stack([ids[n * CONTEXT : (n + 1) * CONTEXT + 1] for n in range(10)])
     assert first["val_loss"] == pytest.approx(windows.mean())
@@ -263,7 +291,7 @@ def test_tasks_are_scored_with_each_validation(make_task):
     texts = [{"text": "ab c"}, {"text": "ab d"}]  # the word is " c" or " d": bytes 32 and 99, or 100
     task = replace(make_task(), questions={"lambada": texts})
     engine = FakeEngine()
-    lines = [event for event in run(task, engine) if "lambada_acc" in event]
+    lines = [line for line in lines_of(run(task, engine), Validated) if "lambada_acc" in line]
     assert [line["step"] for line in lines] == [0, 4, 8, 10]
     assert all("val_loss" in line for line in lines)  # one line for both
     assert lines[0]["lambada_acc"] == 1.0
@@ -368,7 +396,7 @@ def test_a_spike_is_told_of_or_ends_the_run(make_task, policy, warns, ends):
     events = []
     with expected:
         events = run(make_task(**{"training.on_spike": policy}), engine)
-    told = [event["text"] for event in events if event.get("event") == "warning"]
+    told = texts_of(events, Warned)
     assert told == (
         ["loss or gradient norm was 6 standard deviations above what is usual in 2 of the steps up to 6"] * warns
     )
@@ -380,10 +408,10 @@ def test_a_spike_is_told_of_or_ends_the_run(make_task, policy, warns, ends):
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_from_there(make_task):
     task = make_task(**{"training.checkpoint_every": 100, "training.eval_every": 100})
     events = run(task, FakeEngine(), [Orders(), Orders(), Orders(stop=True)])  # asked after steps 2, 3 and 6
-    assert events[-1] == {"event": "stopped", "step": 6}
+    assert events[-1] == Stopped(6)
     assert checkpoints.newest(task.run_folder)[0].step == 6
     engine = FakeEngine()
-    assert run(task, engine)[-1] == {"event": "finished", "step": 10}
+    assert run(task, engine)[-1] == Finished(10)
     assert len(engine.batches) == 4
 
 
@@ -396,7 +424,7 @@ def test_a_validation_that_a_stop_left_out_is_made_up_for(make_task):
 def test_a_checkpoint_is_saved_when_it_is_asked_for_and_training_goes_on(make_task):
     task = make_task(**{"training.checkpoint_every": 100})
     events = run(task, FakeEngine(), [Orders(), Orders(save=True)])
-    assert [event["step"] for event in events if event.get("event") == "checkpoint"] == [3, 10]
+    assert steps_of(events, CheckpointSaved) == [3, 10]
 
 
 class MidValidation(LocalSession):
@@ -412,18 +440,14 @@ class MidValidation(LocalSession):
         return self.mid if is_midst else super().orders(steps_per_s)
 
 
-def steps_of(events, kind):
-    return [event["step"] for event in events if event.get("event") == kind]
-
-
 @pytest.mark.parametrize("every", [100, 4])
 def test_a_validation_is_left_where_all_are_to_stop_and_made_up_for(make_task, every):
     task, engine = make_task(**{"training.checkpoint_every": every}), FakeEngine()
     session = MidValidation(engine, Orders(stop=True))
     Loop(task, engine, session).run()
     assert session.asked == 1
-    assert session.events[-1] == {"event": "stopped", "step": 4}
-    assert steps_of(session.events, "checkpoint") == [4]  # saved once, before the validation or for the stop
+    assert session.events[-1] == Stopped(4)
+    assert steps_of(session.events, CheckpointSaved) == [4]  # saved once, before the validation or for the stop
     assert ("val", 4) not in kinds(session.events)
     assert len(engine.scored) == 5
     assert kinds(run(task, FakeEngine()))[:2] == [("start", None), ("val", 4)]
@@ -440,7 +464,7 @@ def test_a_node_about_to_be_lost_is_saved_for_in_the_midst_of_a_validation(make_
     engine = Noting()
     session = MidValidation(engine, Orders(save=True, next_poll_in_steps=100))
     Loop(make_task(**{"training.checkpoint_every": 100}), engine, session).run()
-    assert steps_of(session.events, "checkpoint") == [4, 10]
+    assert steps_of(session.events, CheckpointSaved) == [4, 10]
     assert engine.parts[0] == 5  # with the third part still to come
     assert ("val", 4) in kinds(session.events)
 
@@ -449,7 +473,7 @@ def test_a_wish_within_the_validation_of_a_step_that_is_saved_already_is_for_the
     task, engine = make_task(**{"training.checkpoint_every": 4}), FakeEngine()
     session = MidValidation(engine, Orders(save=True, next_poll_in_steps=100))
     Loop(task, engine, session).run()
-    assert steps_of(session.events, "checkpoint") == [4, 5, 8, 10]
+    assert steps_of(session.events, CheckpointSaved) == [4, 5, 8, 10]
 
 
 # Storage that fails
@@ -474,8 +498,8 @@ class Unsaved(FakeEngine):
 def test_a_save_that_fails_costs_a_warning_and_no_older_checkpoint(make_task):
     task = make_task(**{"training.checkpoint_every": 2})
     events = run(task, Unsaved([4, 6]))
-    assert [event["step"] for event in events if event.get("event") == "checkpoint"] == [2, 8, 10]
-    warnings = [event["text"] for event in events if event.get("event") == "warning"]
+    assert steps_of(events, CheckpointSaved) == [2, 8, 10]
+    warnings = texts_of(events, Warned)
     assert len(warnings) == 2
     assert warnings[0].startswith("the checkpoint of step 4 could not be saved ([Errno 28] No space left on device)")
     assert checkpoints.newest(task.run_folder) == (checkpoints.find(task.run_folder, 10), [])
@@ -507,7 +531,7 @@ def test_the_last_save_is_tried_again(make_task, monkeypatch):
 
     task = make_task(**{"training.checkpoint_every": 5})
     events = run(task, Recovers())
-    assert sum(event.get("event") == "warning" for event in events) == 2
+    assert len(of(events, Warned)) == 2
     assert checkpoints.newest(task.run_folder)[0].step == 10
 
 
@@ -516,8 +540,8 @@ def test_validation_losses_that_cannot_be_read_cost_warnings_and_no_checkpoint(m
     task = make_task(**{"training.checkpoint_every": 2, "run.keep": 1, "run.keep_best": 0})
     storage.write_bytes(storage.join(task.run_folder, "checkpoints", "scores.json"), b'{"0": 5.545177444219589,')
     events = run(task, FakeEngine())
-    assert steps_of(events, "finished") == [10]
-    assert steps_of(events, "checkpoint") == [2, 4, 6, 8, 10]
+    assert steps_of(events, Finished) == [10]
+    assert steps_of(events, CheckpointSaved) == [2, 4, 6, 8, 10]
     assert list(checkpoints.folders(task.run_folder)) == [
         2,
         4,
@@ -525,7 +549,7 @@ def test_validation_losses_that_cannot_be_read_cost_warnings_and_no_checkpoint(m
         8,
         10,
     ]  # which is the best is not known: all are kept
-    warnings = [event["text"] for event in events if event.get("event") == "warning"]
+    warnings = texts_of(events, Warned)
     assert any(text.startswith("the validation loss of step 4 could not be kept") for text in warnings)
     assert all("scores.json is damaged" in text for text in warnings)
 
@@ -539,7 +563,7 @@ def test_it_goes_on_after_the_newest_checkpoint_with_the_batch_that_follows(make
     longer = replace(task, recipe=load_recipe("tiny", {**task.recipe.to_dict(), "training.steps": 10}))
     engine = FakeEngine()
     events = run(longer, engine)
-    assert {"event": "resume", "step": 8, "folder": checkpoints.folder_of(task.run_folder, 8), "fork": False} in events
+    assert Resumed(8, checkpoints.folder_of(task.run_folder, 8), is_fork=False) in events
     assert len(engine.batches) == 2
     np.testing.assert_array_equal(engine.batches[0], task.feed.rows(8, [0, 1, 2, 3]))
 
@@ -604,16 +628,16 @@ def test_a_repeating_text_is_learned_and_another_is_not(make_task, jax_engine):
     task = make_task(training=training)
     engine, session = jax_engine(task), LocalSession()
     state = Loop(task, engine, session).run()
-    losses = {event["step"]: event["loss"] for event in session.events if "loss" in event}
+    losses = {event["step"]: event["loss"] for event in lines_of(session.events, StepLogged)}
     assert list(losses) == [10, 20, 30, 40, 50, 60]
     assert losses[60] < 0.7  # from log(257) = 5.5; the first tokens of a window can only be guessed
-    validated = {event["step"]: event["val_loss"] for event in session.events if "val_loss" in event}
+    validated = {event["step"]: event["val_loss"] for event in lines_of(session.events, Validated)}
     assert validated[0] == pytest.approx(np.log(VOCAB), abs=0.1)
     ids = np.resize(PATTERN[::-1], 10 * CONTEXT + 9)
     windows = np.stack([ids[n * CONTEXT : (n + 1) * CONTEXT + 1] for n in range(10)]).astype(np.int32)
     assert validated[60] == pytest.approx(np.mean([engine.score(state, one[None])[0] for one in windows]), rel=1e-5)
     assert validated[60] > 3  # it reads backwards
-    text = next(event["text"] for event in session.events if event.get("event") == "sample" and event["step"] == 60)
+    text = next(event.text for event in of(session.events, Sampled) if event.step == 60)
     assert len(text) == CONTEXT - 1
 
 
@@ -639,7 +663,7 @@ def test_orders_say_when_the_next_poll_is_due_at_the_latest(make_task):
     session = Asked(engine, [every_third, every_third, Orders(save=True, next_poll_in_steps=1), Orders(save=True)])
     Loop(task, engine, session).run()
     assert session.after == [2, 4, 7, 8, 12]  # 4, 8 and 12 are logged
-    assert [event["step"] for event in session.events if event.get("event") == "checkpoint"] == [7, 8, 12]
+    assert steps_of(session.events, CheckpointSaved) == [7, 8, 12]
 
 
 @pytest.fixture
@@ -808,7 +832,7 @@ def test_a_folder_that_may_not_be_written_for_a_while_costs_warnings(make_task):
 
 def saves_that_failed(events):
     """(step, what was said of it)"""
-    told = (event["text"] for event in events if event.get("event") == "warning")
+    told = texts_of(events, Warned)
     found = (
         re.match(r"the checkpoint of step (\d+) could not be saved \((.*)\); training goes on", text) for text in told
     )
@@ -829,8 +853,8 @@ def test_an_upload_that_fails_twice_is_tried_again_and_nothing_is_said(make_task
 
     monkeypatch.setattr(storage, "_upload", upload)
     events = run(task, FakeEngine())
-    assert [event["step"] for event in events if event.get("event") == "checkpoint"] == [5, 10]
-    assert not [event for event in events if event.get("event") == "warning"]
+    assert steps_of(events, CheckpointSaved) == [5, 10]
+    assert not texts_of(events, Warned)
     assert [tries.count(f"{checkpoints.folder_of(task.run_folder, step)}/state") for step in (5, 10)] == [3, 3]
     assert there(task) == (10, [])
 
@@ -846,8 +870,8 @@ def test_the_last_step_waits_for_the_save_before_it_and_is_not_called_left_out(m
 
     monkeypatch.setattr(storage, "move_there", move)
     events = run(task, FakeEngine())
-    assert not [event for event in events if event.get("event") == "warning"]
-    assert [event["step"] for event in events if event.get("event") == "checkpoint"] == [2, 4, 6, 8, 10]
+    assert not texts_of(events, Warned)
+    assert steps_of(events, CheckpointSaved) == [2, 4, 6, 8, 10]
 
 
 def test_an_upload_that_blocks_holds_up_no_step_and_the_next_save_is_left_out(make_task, monkeypatch):
@@ -871,11 +895,11 @@ def test_an_upload_that_blocks_holds_up_no_step_and_the_next_save_is_left_out(ma
     monkeypatch.setattr(storage, "move_there", move)
     events = run(task, Watched())
     assert seen == [(2, [])]
-    said = [event["text"] for event in events if event.get("event") == "warning"]
+    said = texts_of(events, Warned)
     assert said == [
         f"the checkpoint of step {step} is left out: the one before it is still being written" for step in (6, 8)
     ]
-    assert [event["step"] for event in events if event.get("event") == "checkpoint"] == [2, 4, 10]
+    assert steps_of(events, CheckpointSaved) == [2, 4, 10]
     assert there(task) == (10, [])
 
 
@@ -914,9 +938,9 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning_for_the_one_before(m
     longer = replace(task, recipe=load_recipe("tiny", {**task.recipe.to_dict(), "training.steps": 10}))
     engine = FakeEngine()
     events = run(longer, engine)
-    warnings = [event["text"] for event in events if event.get("event") == "warning"]
+    warnings = texts_of(events, Warned)
     assert warnings == [f"checkpoint of step 8 is damaged ({reason}); the one before it is used"]
-    assert next(event["step"] for event in events if event.get("event") == "resume") == 4
+    assert steps_of(events, Resumed) == [4]
     assert len(engine.batches) == 6
     np.testing.assert_array_equal(engine.batches[0], task.feed.rows(4, [0, 1, 2, 3]))
     assert [checkpoints.find(task.run_folder, step).step for step in (8, 10)] == [8, 10]  # step 8's is whole again
@@ -934,7 +958,7 @@ def test_spikes_that_a_restored_state_has_counted_are_no_news(make_task):
     run(task, FakeEngine())
     longer = replace(task, recipe=load_recipe("tiny", {**task.recipe.to_dict(), "training.steps": 12}))
     events = run(longer, FakeEngine(spikes=dict.fromkeys(range(1, 13), 3.0)))
-    assert events[-1] == {"event": "finished", "step": 12}
+    assert events[-1] == Finished(12)
 
 
 def test_a_state_that_a_spike_has_spoilt_is_not_saved_where_one_is_to_stop_at_it(make_task):
@@ -947,18 +971,14 @@ def test_a_state_that_a_spike_has_spoilt_is_not_saved_where_one_is_to_stop_at_it
 def test_a_checkpoint_counts_when_the_steps_up_to_it_are_logged(make_task):
     class Slow(LocalSession):
         def record(self, metrics):
-            time.sleep(0.3 if "loss" in metrics else 0)
+            time.sleep(0.3 if isinstance(metrics, StepLogged) else 0)
             super().record(metrics)
 
     task, session = make_task(**{"training.checkpoint_every": 5, "training.log_every": 1}), Slow()
     Loop(task, FakeEngine(), session).run()
-    said = [("checkpoint" if "event" in one else "loss", one["step"]) for one in session.events if is_step_or_save(one)]
-    assert said.index(("checkpoint", 5)) > said.index(("loss", 5))
-    assert said.index(("checkpoint", 10)) > said.index(("loss", 10))
-
-
-def is_step_or_save(event):
-    return "loss" in event or event.get("event") == "checkpoint"
+    said = [(type(event), event.step) for event in of(session.events, StepLogged | CheckpointSaved)]
+    assert said.index((CheckpointSaved, 5)) > said.index((StepLogged, 5))
+    assert said.index((CheckpointSaved, 10)) > said.index((StepLogged, 10))
 
 
 def test_a_worker_whose_disk_does_not_answer_costs_a_save_and_not_all_that_follow(make_task, monkeypatch):
@@ -969,6 +989,6 @@ def test_a_worker_whose_disk_does_not_answer_costs_a_save_and_not_all_that_follo
     settle()
     assert saving.begin(6, 6, 6)
     settle()
-    said = [event["text"] for event in session.events if event.get("event") == "warning"]
+    said = texts_of(session.events, Warned)
     assert [text.partition(" could")[0] for text in said] == [f"the checkpoint of step {step}" for step in (4, 6)]
     assert "not all workers have written their part" in said[0]

@@ -10,6 +10,7 @@ from raygpt.corpus import tokenizers
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
+from raygpt.training.events import Warned
 from raygpt.training.prepared import Prepared
 from raygpt.training.ray import launch
 from raygpt.training.resume import changed_rate, check, check_text, fork
@@ -83,14 +84,14 @@ def test_whoever_watches_is_warned_before_the_run_goes_on(tmp_path, monkeypatch)
     for name, instead in {
         "on_cluster": lambda recipe: contextlib.nullcontext(),
         "open_mailbox": lambda: None,
-        "choose_workers": lambda *asked: None,
+        "choose_workers": lambda *asked: SimpleNamespace(accelerator="cpu"),
         "stoppable": lambda *asked: contextlib.nullcontext(lambda: None),
         "Trainer": lambda *asked, **keys: None,
         "fit": lambda *asked, **keys: seen.append("the run"),
     }.items():
         monkeypatch.setattr(launch, name, instead)
     launch.train(run, seen.append)
-    assert seen == [{"event": "warning", "text": changed_rate(folder, 200, longer)}, "the run"]
+    assert seen == [Warned(changed_rate(folder, 200, longer)), "the run"]
 
 
 def test_a_checkpoint_whose_marker_is_damaged_is_passed_over_for_the_one_before(run_folder):

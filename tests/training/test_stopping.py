@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from raygpt.training.events import StopRequested
 from raygpt.training.stopping import WISH, forget_wish, stoppable
 
 
@@ -15,9 +16,7 @@ def test_a_signal_in_the_middle_of_a_line_prints_nothing_into_it(tmp_path):
         assert asked == ["stop"]  # the workers know at once
         assert said == []
         look()
-    assert [event["text"] for event in said] == [
-        "SIGTERM, once more to stop at once: saving after one of the next steps"
-    ]
+    assert said == [StopRequested("SIGTERM, once more to stop at once: saving after one of the next steps")]
 
 
 def test_the_second_does_not_wait(tmp_path):

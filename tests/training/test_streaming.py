@@ -13,6 +13,7 @@ from raygpt.corpus.mixture import growing_text
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
+from raygpt.training.events import StepLogged
 from raygpt.training.ray import launch
 
 UNITS = 4
@@ -80,10 +81,11 @@ def test_training_begins_before_the_corpus_is_tokenised_and_is_what_it_would_hav
     was_whole, waits = [], []
 
     def watch(event):
-        waits.append(event.get("data_wait_s", 0.0))
-        if event.get("step") == 25 and "loss" in event:
-            was_whole.append(is_whole(store_of(home)))
-            gate.touch()
+        if isinstance(event, StepLogged):
+            waits.append(event.values["data_wait_s"])
+            if event.step == 25:
+                was_whole.append(is_whole(store_of(home)))
+                gate.touch()
 
     streamed = launch.train(run, watch)
     assert streamed.error is None
@@ -105,7 +107,7 @@ def test_training_begins_before_the_corpus_is_tokenised_and_is_what_it_would_hav
 def test_a_prepare_that_fails_while_training_runs_ends_the_run_with_its_reason(home, gate):
     bad = home / "texts" / "2.txt"
     bad.write_bytes(bad.read_bytes() + b"\xff")
-    result = train(recipe(home, "broken", 80), lambda event: gate.touch() if "loss" in event else None)
+    result = train(recipe(home, "broken", 80), lambda event: gate.touch() if isinstance(event, StepLogged) else None)
     assert isinstance(result.error, RaygptError)
     assert str(result.error).startswith(f"{bad}: invalid UTF-8 at byte ")
     assert "\n" not in str(result.error)

@@ -14,12 +14,12 @@ from raygpt.engines import require
 from raygpt.errors import RaygptError
 from raygpt.host import cores
 from raygpt.recipes import check_part
+from raygpt.training.events import Event, FaultHandled, Reported, Waiting
 from raygpt.training.ray.backend import backend_for
 from raygpt.training.ray.launch import Result
 from raygpt.training.ray.mailbox import open_mailbox
 from raygpt.training.ray.scaling import choose_workers, ensure_spare_cpus
 from raygpt.training.ray.trainer import Trainer, fit
-from raygpt.training.session import Event
 
 log = logging.getLogger("raygpt")
 
@@ -61,11 +61,12 @@ def run(
     reported: dict[str, Any] = {}
 
     def see(event: Event) -> None:
-        if "reported" in event:
-            reported.update(event["reported"])
-            watch(event["reported"])
-        if event.get("event") in ("waiting", "fault"):
-            log.warning(event["text"])
+        match event:
+            case Reported(metrics):
+                reported.update(metrics)
+                watch(dict(metrics))
+            case Waiting(text) | FaultHandled(text):
+                log.warning(text)
 
     with connected(cpus=cores() + asked.max_workers):
         mailbox, workers = open_mailbox(), choose_workers(asked, engine, log.warning)
@@ -103,4 +104,4 @@ class _Reports(UserCallback):
         self._reports += 1
         self._mailbox.beat.remote(self._reports)
         saved = {"checkpoint": checkpoint.path} if checkpoint else {}
-        self._mailbox.put.remote({"reported": {**metrics[0], **saved}})
+        self._mailbox.put.remote(Reported({**metrics[0], **saved}))

@@ -16,15 +16,16 @@ from raygpt.errors import RaygptError
 from raygpt.host import cores
 from raygpt.runs import RECIPE, checkpoints, metrics
 from raygpt.runs.lock import locked
+from raygpt.runs.metrics import Line
 from raygpt.runs.records import Outcome, write_result
 from raygpt.training import prepared, resume
+from raygpt.training.events import Event, StepLogged, Stopped, Validated, Warned
 from raygpt.training.prepared import Prepared
 from raygpt.training.ray.backend import backend_for
 from raygpt.training.ray.mailbox import open_mailbox
 from raygpt.training.ray.scaling import choose_workers, ensure_shared
 from raygpt.training.ray.trainer import Trainer, fit
 from raygpt.training.ray.worker import work
-from raygpt.training.session import Event
 from raygpt.training.stopping import forget_wish, stoppable
 
 
@@ -98,16 +99,17 @@ class Seen:
     """What a driver has seen of its run."""
 
     watch: Callable[[Event], None]
-    last: Event  # the last value of each metric
+    last: Line  # the last value of each metric
     stopped: int | None = None  # the step after which it was stopped
     error: BaseException | None = None
 
     def add(self, event: Event) -> None:
         """Something that the workers say."""
-        if event.get("event") == "stopped":
-            self.stopped = event["step"]
-        elif "event" not in event and "restart" not in event:
-            self.last |= event
+        match event:
+            case Stopped(step):
+                self.stopped = step
+            case StepLogged() | Validated():
+                self.last |= event.line()
         self.show(event)
 
     def show(self, event: Event) -> None:
@@ -116,7 +118,7 @@ class Seen:
             self.watch(event)
 
     def warn(self, text: str) -> None:
-        self.show({"event": "warning", "text": text})
+        self.show(Warned(text))
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raygpt.training.session import Event
+from raygpt.training.events import Event
 
 Wish = Literal["stop", "save"]
 

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from raygpt.errors import RaygptError, StorageError, first_line
+from raygpt.training.events import FaultHandled, GivenUp
 from raygpt.training.ray.private import (
     DefaultFailurePolicy,
     FailureDecision,
@@ -64,7 +65,7 @@ class Recovery(DefaultFailurePolicy):
         """Say what becomes of the last fault."""
         if self._steps[-REPEATED:] == [step] * REPEATED:
             text = f"the same fault came {REPEATED} times after step {step}, so that it is no accident: {what}"
-            self._mailbox.put.remote({"event": "verdict", "text": f"{text}. The workers' logs say more"})
+            self._mailbox.put.remote(GivenUp(f"{text}. The workers' logs say more"))
             return FailureDecision.RAISE
         limit = self.failure_config.max_failures
         if len(self._steps) > limit:  # Ray itself would try to start workers for ever
@@ -74,8 +75,7 @@ class Recovery(DefaultFailurePolicy):
         return decision
 
     def _say(self, what: str, count: str) -> None:
-        text = f"{what}; the workers start again from the newest checkpoint{count}"
-        self._mailbox.put.remote({"event": "fault", "text": text})
+        self._mailbox.put.remote(FaultHandled(f"{what}; the workers start again from the newest checkpoint{count}"))
 
     def _describe(self, cause: BaseException, error: Any, silent_s: float) -> str:
         """In a few words: Ray's own explanation of a process that ended fills a screen.

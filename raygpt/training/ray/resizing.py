@@ -5,6 +5,7 @@ from typing import Any
 
 import ray
 
+from raygpt.training.events import FaultHandled
 from raygpt.training.ray.private import (
     ElasticScalingPolicy,
     FixedScalingPolicy,
@@ -51,7 +52,7 @@ class CheckpointBeforeResize(ElasticScalingPolicy):
         decision, self._wanted = self._wanted, None
         whence = "there" if is_saved else "the newest checkpoint"
         text = f"the workers start again from {whence}, {decision.num_workers} of them now"
-        self._mailbox.put.remote({"event": "fault", "text": text})
+        self._mailbox.put.remote(FaultHandled(text))
         return decision
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:

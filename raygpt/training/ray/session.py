@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -11,7 +12,8 @@ from ray.train.collective import broadcast_from_rank_zero
 
 from raygpt import storage
 from raygpt.runs.metrics import MetricsFile
-from raygpt.training.session import Event, Listener, Orders, steps_until_next_poll
+from raygpt.training.events import Event, Metrics, Restarted, Warned
+from raygpt.training.session import Listener, Orders, steps_until_next_poll
 from raygpt.training.watchdog import Watchdog
 
 REPORTED_S = 5.0  # at least so long between two checkpoints that Ray is told of: each time all workers wait for it
@@ -39,15 +41,15 @@ class RaySession:
         self._listener = listener
 
     def warn(self, text: str) -> None:
-        self.emit({"event": "warning", "text": text})
+        self.emit(Warned(text))
 
-    def record(self, metrics: Event) -> None:
+    def record(self, metrics: Metrics) -> None:
         if self.rank == 0:
-            metrics = {**metrics, "time": round(time.time(), 3)}
-            self._metrics.append(metrics)
+            metrics = replace(metrics, time=round(time.time(), 3))
+            self._metrics.append(metrics.line())
             self.emit(metrics)
             if self._listener:
-                self._listener.record(metrics)
+                self._listener.record(metrics.line())
 
     def resume(self, step: int, is_validated: bool = True) -> None:
         if self.rank == 0:
@@ -56,7 +58,7 @@ class RaySession:
             if self._listener:
                 self._listener.begin(step)
             if is_restart:
-                self.record({"step": step, "restart": True})
+                self.record(Restarted(step))
 
     def beat(self, step: int) -> None:
         self._watchdog.feed()

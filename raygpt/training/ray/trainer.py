@@ -16,6 +16,7 @@ from ray.train.v2.api.config import FailureConfig, RunConfig
 
 from raygpt import storage
 from raygpt.errors import RaygptError, first_line
+from raygpt.training.events import Event, GivenUp, Waiting
 from raygpt.training.ray.mailbox import on_this_node
 from raygpt.training.ray.private import (
     HEALTH_CHECK_INTERVAL_S_ENV_VAR,
@@ -30,7 +31,6 @@ from raygpt.training.ray.recovery import Recovery, root_cause
 from raygpt.training.ray.resizing import CheckpointBeforeResize, NoAutoscalerPolicy
 from raygpt.training.ray.scaling import Workers, ensure_room, is_our_own
 from raygpt.training.ray.shards import Rows, RowsByRank
-from raygpt.training.session import Event
 
 POLL_S = 0.2  # between two looks for events
 HEALTH_CHECK_S = 0.5  # between two looks at the workers; Ray's 2 s are felt at a run's start and end
@@ -126,20 +126,20 @@ def fit(
     raises ends the workers. Returns what went wrong, if anything."""
     if trainer.workers.is_elastic:  # Ray waits a minute for nodes that are gone; nodes must come, not code start
         os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
-    ensure_room(trainer.workers, lambda text: watch({"event": "waiting", "text": text}))
+    ensure_room(trainer.workers, lambda text: watch(Waiting(text)))
     storage.delete(storage.join(trainer.run_folder, RAYS_OWN))
-    verdicts: list[str] = []
+    reasons: list[str] = []  # why it was given up
 
     def pass_on() -> None:
         for event in ray.get(trainer.mailbox.take.remote()):
-            if event.get("event") == "verdict":
-                verdicts.append(event["text"])
+            if isinstance(event, GivenUp):
+                reasons.append(event.text)
             else:
                 watch(event)
         poll()
 
     error = _fit_in_thread(trainer, pass_on)
-    return RaygptError(verdicts[0]) if verdicts else error
+    return RaygptError(reasons[0]) if reasons else error
 
 
 def _fit_in_thread(trainer: Trainer, poll: Callable[[], None]) -> BaseException | None:

@@ -16,6 +16,7 @@ from raygpt.engines import engine_of
 from raygpt.engines.base import Engine
 from raygpt.errors import StorageError
 from raygpt.runs import RECIPE
+from raygpt.training.events import BatchSplit
 from raygpt.training.loop import Loop
 from raygpt.training.plan import split_batch
 from raygpt.training.ray.metrics import RayMetrics
@@ -58,7 +59,7 @@ def make_engine(recipe: Recipe, vocab: int, session: Session) -> Engine:
     module = engine_of(recipe.engine)
     module.set_up(recipe)
     split = split_batch(recipe, vocab, module.find_devices(recipe))
-    session.emit({"event": "split", "text": str(split)})
+    session.emit(BatchSplit(str(split)))
     engine: Engine = module.Engine(recipe, vocab, accumulation=session.decide(lambda: split.accumulation))
     return engine
 
