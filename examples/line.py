@@ -1,4 +1,4 @@
-"""A function of your own on several workers: fit y = 2x + 1, each worker with points of its own.
+"""A JAX function on several workers: fit y = 2x + 1, each worker with points of its own.
 
 python examples/line.py              # two CPU workers
 python examples/line.py gpu 4        # four GPUs

@@ -1,4 +1,4 @@
-"""Rows of batch N, on their way to an engine by memory map, or as a Ray Dataset for functions of one's own.
+"""Rows of batch N, on their way to an engine by memory map, or as a Ray Dataset for user functions.
 
 Both read the same windows by index, so both give the same rows in the same batches, to any number of workers, and to
 several workers that need the same row.

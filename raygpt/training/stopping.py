@@ -1,4 +1,4 @@
-"""Stopping a run so that it can go on: Ctrl-C, a signal, or a wish from elsewhere. All workers save, and end.
+"""Stopping a run so that it can go on: Ctrl-C, a signal, or a request from elsewhere. All workers save, and end.
 
 A second Ctrl-C does not wait for them. From elsewhere a run is stopped by a file in its directory, which its driver
 looks for (`raygpt stop RUN`).
@@ -16,8 +16,8 @@ from raygpt.errors import RaygptError
 from raygpt.runs.lock import lock_owner
 from raygpt.training.events import Event, StopRequested
 
-WISH = "stop"
-STOP_POLL_S = 2.0  # between two looks for a wish from elsewhere
+STOP_FILE = "stop"
+STOP_POLL_S = 2.0  # between two looks for a request from elsewhere
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, `kill` and `ray job stop`, a closed terminal
 
 
@@ -25,8 +25,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, `kill` and `
 def stoppable(
     run_folder: str, stop_workers: Callable[[], object], watch: Callable[[Event], None]
 ) -> Iterator[Callable[[], None]]:
-    """Inside the block signals ask the workers to save and end. Yields what looks for a wish from elsewhere."""
-    uri = storage.join(run_folder, WISH)
+    """Inside the block signals ask the workers to save and end. Yields what looks for a request from elsewhere."""
+    uri = storage.join(run_folder, STOP_FILE)
     asked = threading.Event()
     looked = time.monotonic()
     unsaid: list[str] = []  # a signal may come in the middle of a line that is being printed
@@ -57,9 +57,9 @@ def stoppable(
         yield look
 
 
-def forget_wish(run_folder: str) -> None:
+def clear_stop_request(run_folder: str) -> None:
     """One that came too late for an earlier part of the run."""
-    storage.delete(storage.join(run_folder, WISH))
+    storage.delete(storage.join(run_folder, STOP_FILE))
 
 
 @contextlib.contextmanager
@@ -77,9 +77,9 @@ def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
 
 
 def ask_to_stop(run_folder: str) -> str:
-    """Leave the wish for a run's driver; who that is comes back."""
+    """Leave the request for a run's driver; who that is comes back."""
     owner = lock_owner(run_folder)
     if owner is None or owner.is_gone:
         raise RaygptError(f"{run_folder} is not being trained; there is nothing to stop")
-    storage.write_bytes(storage.join(run_folder, WISH), b"")
+    storage.write_bytes(storage.join(run_folder, STOP_FILE), b"")
     return str(owner)

@@ -469,7 +469,7 @@ def test_a_node_about_to_be_lost_is_saved_for_in_the_midst_of_a_validation(make_
     assert ("val", 4) in kinds(session.events)
 
 
-def test_a_wish_within_the_validation_of_a_step_that_is_saved_already_is_for_the_next_one(make_task):
+def test_a_request_within_the_validation_of_a_step_that_is_saved_already_is_for_the_next_one(make_task):
     task, engine = make_task(**{"training.checkpoint_every": 4}), FakeEngine()
     session = MidValidation(engine, Orders(save=True, next_poll_in_steps=100))
     Loop(task, engine, session).run()

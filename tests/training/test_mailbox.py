@@ -3,12 +3,12 @@
 from raygpt.training.ray.mailbox import Mailbox
 
 
-def test_a_wish_to_stop_outlives_the_workers_that_took_it():
+def test_a_request_to_stop_outlives_the_workers_that_took_it():
     mailbox = Mailbox()
-    mailbox.wish("save")
-    mailbox.wish("stop")
-    assert mailbox.take_wishes() == {"save", "stop"}
-    assert mailbox.take_wishes() == {"stop"}
+    mailbox.request("save")
+    mailbox.request("stop")
+    assert mailbox.take_requests() == {"save", "stop"}
+    assert mailbox.take_requests() == {"stop"}
     assert mailbox.is_stopping()
 
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from raygpt.training.events import StopRequested
-from raygpt.training.stopping import WISH, forget_wish, stoppable
+from raygpt.training.stopping import STOP_FILE, clear_stop_request, stoppable
 
 
 def test_a_signal_in_the_middle_of_a_line_prints_nothing_into_it(tmp_path):
@@ -26,14 +26,14 @@ def test_the_second_does_not_wait(tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_wish_from_elsewhere_is_found_and_an_old_one_is_forgotten(tmp_path, monkeypatch):
+def test_a_request_from_elsewhere_is_found_and_an_old_one_is_forgotten(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr("raygpt.training.stopping.STOP_POLL_S", 0)
-    (tmp_path / WISH).touch()
-    forget_wish(str(tmp_path))
+    (tmp_path / STOP_FILE).touch()
+    clear_stop_request(str(tmp_path))
     with stoppable(str(tmp_path), lambda: asked.append("stop"), lambda event: None) as look:
         look()
         assert asked == []
-        (tmp_path / WISH).touch()
+        (tmp_path / STOP_FILE).touch()
         look()
     assert asked == ["stop"]

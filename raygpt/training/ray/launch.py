@@ -26,7 +26,7 @@ from raygpt.training.ray.mailbox import open_mailbox
 from raygpt.training.ray.scaling import choose_workers, ensure_shared
 from raygpt.training.ray.trainer import Trainer, fit
 from raygpt.training.ray.worker import work
-from raygpt.training.stopping import forget_wish, stoppable
+from raygpt.training.stopping import clear_stop_request, stoppable
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
     if not ray.is_initialized():
         return prepared.prepare_run(recipe, watch, force, spare_cpus=lambda: 0)
     ensure_shared(prepared.run_folder_of(recipe))
-    workers = choose_workers(recipe.cluster, recipe.engine)
-    return prepared.prepare_run(recipe, watch, force, workers.spare_cpus)
+    return prepared.prepare_run(
+        recipe, watch, force, spare_cpus=lambda: choose_workers(recipe.cluster, recipe.engine).spare_cpus()
+    )
 
 
 def on_cluster(recipe: Recipe) -> Any:
@@ -68,13 +69,13 @@ def train(
         run.corpus.close()
         return Result(folder, seen.last, checkpoints.folder_of(folder, run.after))
     with on_cluster(run.recipe), contextlib.closing(run.corpus), locked(folder) as check_lock:
-        forget_wish(folder)
+        clear_stop_request(folder)
         storage.write_bytes(storage.join(folder, RECIPE), run.asked.to_yaml().encode())
         tokenizers.save(run.corpus.tokenizer, folder)
         if changed := resume.changed_rate(folder, run.after, run.recipe):
             seen.warn(changed)
         mailbox, workers = open_mailbox(), choose_workers(run.recipe.cluster, run.recipe.engine, seen.warn)
-        with stoppable(folder, lambda: mailbox.wish.remote("stop"), seen.show) as poll, _outcome_kept(folder, seen):
+        with stoppable(folder, lambda: mailbox.request.remote("stop"), seen.show) as poll, _outcome_kept(folder, seen):
 
             def look() -> None:
                 check_lock()

@@ -8,16 +8,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raygpt.training.events import Event
 
-Wish = Literal["stop", "save"]
+Request = Literal["stop", "save"]
 
 
 class Mailbox:
-    """What workers say, until the driver asks for it; how far they are; and what is wished of them."""
+    """What workers say, until the driver asks for it; how far they are; and what is requested of them."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._step, self._since = 0, time.monotonic()
-        self._wishes: set[Wish] = set()
+        self._requests: set[Request] = set()
         self._parts: dict[int, dict[int, Any]] = {}  # step -> rank -> what it says of its part of the checkpoint
         self._saved = 0
 
@@ -42,17 +42,17 @@ class Mailbox:
         """The last step, and how many seconds ago it was."""
         return self._step, time.monotonic() - self._since
 
-    def wish(self, wish: Wish) -> None:
-        self._wishes.add(wish)
+    def request(self, request: Request) -> None:
+        self._requests.add(request)
 
-    def take_wishes(self) -> set[Wish]:
-        """All wishes since the last call; one to stop stays, lest workers that are lost just then begin anew."""
-        wishes = set(self._wishes)
-        self._wishes &= {"stop"}
-        return wishes
+    def take_requests(self) -> set[Request]:
+        """All requests since the last call; one to stop stays, lest workers that are lost just then begin anew."""
+        requests = set(self._requests)
+        self._requests &= {"stop"}
+        return requests
 
     def is_stopping(self) -> bool:
-        return "stop" in self._wishes
+        return "stop" in self._requests
 
     def expect(self, step: int) -> None:
         """A checkpoint is about to be written: what was told of an earlier try does not count."""

@@ -43,7 +43,7 @@ class CheckpointBeforeResize(ElasticScalingPolicy):
             if isinstance(decision, ResizeDecision):
                 self._wanted, self._since = decision, time.monotonic()
                 self._saved = ray.get(self._mailbox.last_saved.remote())
-                self._mailbox.wish.remote("save")
+                self._mailbox.request.remote("save")
                 return NoopDecision()
             return decision
         is_saved = ray.get(self._mailbox.last_saved.remote()) != self._saved

@@ -80,12 +80,12 @@ class RaySession:
         return Orders(stop, save or is_news, next_poll)
 
     def _wanted(self, steps_per_s: float) -> tuple[bool, bool, str | None, int]:
-        """Rank 0: what the driver and the controller wish, the checkpoint that Ray is to be told of, and when the
+        """Rank 0: what the driver and the controller request, the checkpoint that Ray is to be told of, and when the
         next poll is due."""
-        wishes = ray.get(self._mailbox.take_wishes.remote())
+        requests = ray.get(self._mailbox.take_requests.remote())
         is_time = time.monotonic() - self._reported > REPORTED_S
         report, self._whole = (self._whole, None) if is_time else (None, self._whole)
-        return "stop" in wishes, "save" in wishes, report, steps_until_next_poll(steps_per_s)
+        return "stop" in requests, "save" in requests, report, steps_until_next_poll(steps_per_s)
 
     def _report(self, folder: str) -> None:
         """Ray is told where it lies, and copies nothing."""
