@@ -15,7 +15,7 @@ def points():
     import ray.data
 
     def make(rows):
-        x = rows["id"] / 4096
+        x = rows["id"] * 0.618 % 1  # spread over [0, 1) in every batch
         return {"x": x, "y": 2 * x + 1 + 0.1 * np.random.default_rng(rows["id"][0]).standard_normal(len(x))}
 
     return ray.data.range(4096).map_batches(make, batch_size=512)
@@ -55,7 +55,7 @@ if __name__ == "__main__":
     accelerator, workers = sys.argv[1:] or ("cpu", "2")
     result = raygpt.run(
         fit_line,
-        {"learning_rate": 0.1, "epochs": 10},
+        {"learning_rate": 0.1, "epochs": 20},
         datasets={"train": points},
         cluster={"accelerator": accelerator, "workers": workers},
     )

@@ -45,7 +45,7 @@ def test_two_workers_fit_a_line_together(example):
 
 def test_two_workers_fit_a_line_to_a_ray_dataset(example):
     out = example("dataset_function.py")
-    slope, offset, loss = map(float, re.match(r"y = (\S+) x \+ (\S+), loss (\S+) after 10 ", out).groups())
+    slope, offset, loss = map(float, re.match(r"y = (\S+) x \+ (\S+), loss (\S+) after 20 ", out).groups())
     assert abs(slope - 2) < 0.2
     assert abs(offset - 1) < 0.1
     assert loss < 0.013
