@@ -319,8 +319,8 @@ def report(
         str | None,
         typer.Option(metavar="FILE", help="Where to write the page (default: report.html in the first run)."),
     ] = None,
-    png: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Also write the curves as a picture, for a README.")
+    svg: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also write the losses as an SVG picture, for a README.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -328,7 +328,7 @@ def report(
     from raygpt.show import results
     from raygpt.show.report import write_report
 
-    files = write_report(run, out, png)
+    files = write_report(run, out, svg)
     if as_json:
         _print_json({"files": files})
     else:

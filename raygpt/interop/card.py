@@ -1,15 +1,15 @@
 """The model card: what was trained on what, how well, and how to use it."""
 
 from raygpt.inference.loaded import Weighed
-from raygpt.show import curve
+from raygpt.show.report import loss_picture
 
 CURVE = "loss.svg"
 
 
 def files(found: Weighed) -> dict[str, str]:
     """README.md, and the curve where there is one to draw."""
-    train, val = curve.losses(found.run.metrics)
-    drawn = {CURVE: curve.draw(found.run.name, train, val)} if train else {}
+    is_logged = any("loss" in line for line in found.run.metrics)
+    drawn = {CURVE: loss_picture([found.run])} if is_logged else {}
     return {"README.md": _card(found, bool(drawn)), **drawn}
 
 

@@ -1,9 +1,8 @@
 """One or several runs as a single HTML page that needs no network: curves, samples, recipes, what they ran on.
 
-The words and tables are written here; `assets/page.js` draws the curves from the data that the page carries.
+`chart.py` draws every view of every chart; `assets/page.js` chooses the visible ones, and shows values at the pointer.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
@@ -13,25 +12,30 @@ from raygpt import __version__
 from raygpt.formatting import number_text, size, value_text
 from raygpt.recipes.explain import flat
 from raygpt.runs import OpenRun, status
-from raygpt.show import curve, normal
-from raygpt.show.series import compact, restarts, thinned, train_series, val_series
+from raygpt.show import chart
+from raygpt.show.curves import LOSSES, loss_curves, metric_curves, restart_marks
 
 SAMPLES = 4  # that are shown open; the others unfold
-COLOURS = 6
+# metric, title, factor; a chart that no run has values for is left out
+METRICS = (
+    ("lr", "Learning rate", 1),
+    ("grad_norm", "Gradient norm", 1),
+    ("tokens_per_s", "Tokens per second", 1),
+    ("mfu", "MFU, %", 100),
+    ("data_wait_s", "Waiting for data, seconds per log line", 1),
+)
 
 
 def page(runs: Sequence[OpenRun]) -> str:
     """The whole page."""
     details = [status.details(run) for run in runs]
-    verdicts = [normal.judge(run) for run in runs]
     title = " · ".join(run.name for run in runs)
     body = [
         _header(runs, details, title),
         "<main>",
         *(_tiles(facts) for facts in details[:1] if len(runs) == 1),
         *(_runs_table(details) for _ in details[:1] if len(runs) > 1),
-        _verdicts(runs, verdicts),
-        _charts(runs),
+        *_charts(runs),
         *(_differences(runs) if len(runs) > 1 else ()),
         *_samples(runs),
         *_checkpoints(details),
@@ -39,7 +43,6 @@ def page(runs: Sequence[OpenRun]) -> str:
         *_hardware(runs),
         "</main>",
         f"<footer>Made by raygpt {__version__}. This page is whole: it needs no network and no other file.</footer>",
-        f'<script type="application/json" id="data">{_data(runs, verdicts)}</script>',
         f"<script>{_asset('page.js')}</script>",
     ]
     return _document(title, "\n".join(body))
@@ -49,39 +52,12 @@ def _document(title: str, body: str) -> str:
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)} – raygpt</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>{_asset('page.css')}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+        f"<style>{_asset('page.css')}{chart.style()}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     )
 
 
 def _asset(name: str) -> str:
     return (resources.files("raygpt") / "show" / "assets" / name).read_text("utf-8")
-
-
-def _data(runs: Sequence[OpenRun], verdicts: Sequence[normal.Verdict]) -> str:
-    """What the curves are drawn from. `<` is written so that no text of a run can end the script."""
-    drawn = [
-        {
-            "name": run.name,
-            "batch_tokens": run.recipe.training.batch_tokens,
-            "train": compact(thinned(train_series(run))),
-            "val": compact(thinned(val_series(run))),
-            "restarts": compact(restarts(run)),
-        }
-        for run in runs
-    ]
-    return json.dumps({"runs": drawn, "band": _band(runs, verdicts)}, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _band(runs: Sequence[OpenRun], verdicts: Sequence[normal.Verdict]) -> dict[str, Any] | None:
-    """The validation loss's, where all runs are of one recipe with a reference."""
-    names = {verdict.recipe for verdict in verdicts}
-    measured = verdicts[0].val
-    if len(names) > 1 or measured is None:
-        return None
-    rounded = [[round(loss, 4) for loss in side] for side in (measured.low, measured.high)]
-    low, high = rounded
-    batch = runs[0].recipe.training.batch_tokens
-    return {"recipe": verdicts[0].recipe, "steps": measured.steps, "low": low, "high": high, "batch_tokens": batch}
 
 
 # The parts, from the top down
@@ -143,40 +119,75 @@ def _runs_table(details: Sequence[Mapping[str, Any]]) -> str:
     return f'<div style="margin-top:1.5rem">{_table(head, rows, numbers=range(3, 8))}</div>'
 
 
-def _verdicts(runs: Sequence[OpenRun], verdicts: Sequence[normal.Verdict]) -> str:
-    """One answer, or one for each run; the card has the colour of the worst."""
-    kinds = [verdict.kind for verdict in verdicts]
-    worst = next(kind for kind in ("high", "low", "unknown", "normal") if kind in kinds)
+def _charts(runs: Sequence[OpenRun]) -> Iterator[str]:
+    """A card for each metric that was logged, with its chart in every view; the first view is visible."""
+    losses = {axis: curves for axis in chart.AXES if (curves := loss_curves(runs, axis))}
+    if not losses:
+        return
+    switch = f'<div class="switch" role="radiogroup" aria-label="x axis">{_axes(list(losses))}</div>'
+    yield f'<div class="bar"><h2>Curves</h2>{switch}</div>'
+    marks = {axis: restart_marks(runs, axis) for axis in losses}
+    yield _legend(runs, has_restarts=bool(marks["step"]))
+    options = "".join(
+        f'<label><input type="checkbox" id="{name}">{label}</label>'
+        for name, label in (("late", "without the first tenth"), ("log", "log scale"))
+    )
+    plots = [
+        _plot("Loss", axis, curves, marks[axis], is_log=is_log, is_late=is_late)
+        for axis, curves in losses.items()
+        for is_log in (False, True)
+        for is_late in (False, True)
+    ]
+    yield f'<div class="charts">{_card("loss", f"Loss<span>{options}</span>", plots, "wide")}'
+    for metric, title, factor in METRICS:
+        drawn = [(axis, metric_curves(runs, metric, axis, factor)) for axis in losses]
+        if plots := [_plot(title, axis, curves, marks[axis], from_zero=True) for axis, curves in drawn if curves]:
+            yield _card(metric, title, plots)
+    yield "</div>"
+
+
+def _plot(
+    title: str,
+    axis: str,
+    curves: Sequence[chart.Curve],
+    marks: Sequence[chart.Mark],
+    is_log: bool = False,
+    is_late: bool = False,
+    from_zero: bool = False,
+) -> str:
+    view = axis + (" log" if is_log else "") + (" late" if is_late else "")
+    attributes = f' data-view="{view}"' + ("" if view == "step" else " hidden")
+    frame = chart.frame_of(curves, is_log, is_late, from_zero)
+    return chart.plot(title, axis, frame, curves, marks, attributes)
+
+
+def _card(metric: str, title: str, plots: Sequence[str], kind: str = "") -> str:
+    body = "\n".join(plots)
+    return f'<div class="chart card {kind}" data-key="{metric}"><h3>{title}</h3>\n{body}\n</div>'
+
+
+def _axes(known: Sequence[str]) -> str:
+    return "".join(
+        f'<input type="radio" name="x" id="x-{axis}" value="{axis}"{" checked" if axis == "step" else ""}'
+        f'{"" if axis in known else " disabled"}><label for="x-{axis}">{label}</label>'
+        for axis, label in (("step", "Steps"), ("tokens", "Tokens"), ("time", "Time"))
+    )
+
+
+def _legend(runs: Sequence[OpenRun], has_restarts: bool) -> str:
+    """Which colour is which; a run's name hides its curves."""
     if len(runs) == 1:
-        return f'<div class="verdict card {worst}"><b>Is this loss normal?</b> {escape(verdicts[0].sentence)}</div>'
-    lines = "".join(
-        f"<p>{_dot(number)}<b>{escape(run.name)}</b> {escape(verdict.sentence)}</p>"
-        for number, (run, verdict) in enumerate(zip(runs, verdicts, strict=True))
-    )
-    return f'<div class="verdict card {worst}"><b>Are these losses normal?</b>{lines}</div>'
-
-
-def _charts(runs: Sequence[OpenRun]) -> str:
-    switch = "".join(
-        f'<input type="radio" name="x" id="x-{key}" value="{key}"{" checked" if key == "step" else ""}>'
-        f'<label for="x-{key}">{label}</label>'
-        for key, label in (("step", "Steps"), ("tokens", "Tokens"), ("time", "Time"))
-    )
-    still = "".join(_still(run) for run in runs)
-    return (
-        '<div class="bar"><h2>Curves</h2>'
-        f'<div class="switch" role="radiogroup" aria-label="x axis">{switch}</div></div>'
-        f'<div class="legend"></div><div class="charts"></div><noscript>{still}</noscript>'
-    )
-
-
-def _still(run: OpenRun) -> str:
-    """The losses for a reader whose browser runs no scripts."""
-    series = (thinned(train_series(run)), thinned(val_series(run)))
-    train, val = (
-        [(x, y) for x, y in zip(s["step"], s["loss"], strict=True) if x is not None and y is not None] for s in series
-    )
-    return curve.draw(escape(run.name), train, val) if train else ""
+        entries = [f"<span>{_dot(number)}{name}</span>" for number, name in enumerate(LOSSES)]
+    else:
+        entries = [
+            f'<button type="button" title="show or hide" aria-pressed="true" data-run="{number}">'
+            f"{_dot(number)}{escape(run.name)}</button>"
+            for number, run in enumerate(runs)
+        ]
+        entries.append('<span class="soft">faint: training, with points: validation</span>')
+    if has_restarts:
+        entries.append('<span class="soft">▾ restarted</span>')
+    return f'<div class="legend">{"".join(entries)}</div>'
 
 
 def _differences(runs: Sequence[OpenRun]) -> Iterator[str]:
@@ -290,4 +301,4 @@ def _right(column: int, numbers: Sequence[int]) -> str:
 
 
 def _dot(number: int) -> str:
-    return f'<i class="dot" style="background:var(--c{number % COLOURS})"></i>'
+    return f'<i class="dot" style="background:var(--c{number % chart.COLOURS})"></i>'

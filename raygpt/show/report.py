@@ -1,24 +1,33 @@
-"""`raygpt report`: the page of some runs, and a picture of their curves."""
+"""`raygpt report`: the page of some runs, and their losses as a picture."""
 
 from collections.abc import Sequence
 
 from raygpt import storage
 from raygpt.errors import RaygptError
-from raygpt.runs import open_run
+from raygpt.runs import OpenRun, open_run
+from raygpt.show.chart import picture
+from raygpt.show.curves import LOSSES, loss_curves, restart_marks
+from raygpt.show.page import page
 
 PAGE = "report.html"
 
 
-def write_report(folders: Sequence[str], out: str | None = None, png: str | None = None) -> dict[str, int]:
+def write_report(folders: Sequence[str], out: str | None = None, svg: str | None = None) -> dict[str, int]:
     """Write the page of some runs, and a picture where one is asked for: file -> bytes."""
-    from raygpt.show import page, picture
-
     runs = [open_run(folder) for folder in folders]
-    empty = next((run for run in runs if not any("loss" in line or "val_loss" in line for line in run.metrics)), None)
-    if empty:
-        raise RaygptError(f"{empty.folder} has not logged a loss yet; train it further: raygpt train")
-    contents = {storage.absolute(png): picture.draw(runs)} if png else {}
-    contents |= {storage.absolute(out or storage.join(runs[0].folder, PAGE)): page.page(runs).encode()}
+    for run in runs:
+        if not loss_curves([run], "step"):
+            raise RaygptError(f"{run.folder} has not logged a loss yet; train it further: raygpt train")
+    contents = {storage.absolute(svg): loss_picture(runs).encode()} if svg else {}
+    contents |= {storage.absolute(out or storage.join(runs[0].folder, PAGE)): page(runs).encode()}
     for file, content in contents.items():
         storage.write_bytes(file, content)
     return {file: len(content) for file, content in contents.items()}
+
+
+def loss_picture(runs: Sequence[OpenRun]) -> str:
+    """Training and validation losses over the steps, as an SVG file."""
+    names = [run.name for run in runs]
+    title = names[0] if len(runs) == 1 else "training loss (faint) and validation loss"
+    legend = [f"{kind} loss" for kind in LOSSES] if len(runs) == 1 else names
+    return picture(title, legend, loss_curves(runs, "step"), restart_marks(runs, "step"))

@@ -8,10 +8,9 @@ from raygpt.errors import RaygptError
 from raygpt.evaluation import prompts
 from raygpt.inference.sampling import sample
 from raygpt.recipes import load_recipe
-from raygpt.recipes.explain import flat
 from raygpt.runs import open_run
 from raygpt.runs.records import keep_sample, read_samples
-from raygpt.show import normal, training
+from raygpt.show import training
 from raygpt.show.page import page
 
 CONTEXT, VOCAB = 12, 257
@@ -119,14 +118,6 @@ def test_the_page_shows_each_prompts_samples_beside_each_other(tmp_path):
     assert "we" not in first.partition("</div></div>")[0]
     assert "<pre><b>we</b> at 0</pre>" in second
     assert "<pre><b>we</b> at 10</pre>" in second
-
-
-def test_a_loss_is_as_normal_as_it_would_be_without_prompts_and_tasks():
-    asked = {"training.prompts": "a", "training.eval_tasks": "lambada", "training.eval_items": 5}
-    plain, other = (load_recipe("tiny", settings).to_dict() for settings in ({}, asked))
-    differing = [key for key, value in flat(other).items() if value != flat(plain)[key]]
-    assert differing == ["training.eval_tasks", "training.eval_items", "training.prompts"]
-    assert all(key.startswith(normal.FREE) for key in differing)
 
 
 def test_the_terminal_shows_the_last_sample_of_each_prompt(capsys):

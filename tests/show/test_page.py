@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from directories import logged, make_run
 
 from raygpt.runs import checkpoints, open_run
 from raygpt.show.page import page, spread
-from raygpt.show.report import write_report
+from raygpt.show.report import loss_picture
 
 BROWSER = next((found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), None)
 
@@ -31,8 +33,11 @@ def two(tmp_path):
     return make_run(tmp_path, "two", lines, {"optimizer.learning_rate": 0.002, "training.batch_tokens": 8192})
 
 
-def data_of(html):
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)[1])
+def curves(html, key, view):
+    """The points of each curve in a view of a chart."""
+    plot = html.split(f'data-key="{key}"')[1].split(f'data-view="{view}"')[1].split("</g></svg>")[0]
+    paths = re.findall(r'<path [^>]* d="([^"]*)"', plot)
+    return [[tuple(map(float, point.split(","))) for point in re.split("[ML]", path)[1:]] for path in paths]
 
 
 class Addresses(HTMLParser):
@@ -61,13 +66,18 @@ def test_the_page_is_one_file_that_fetches_nothing(one, two):
 
 def test_the_page_carries_the_metrics_and_no_text_of_a_run_can_break_it(one):
     html = page([open_run(one)])
-    (run,) = data_of(html)["runs"]
-    assert run["train"]["step"] == list(range(10, 101, 10))
-    assert run["train"]["loss"] == [pytest.approx(8 - step / 25) for step in range(10, 101, 10)]
-    assert run["val"] == {"step": [0, 100], "time": [0.0, 200.0], "loss": [8.0, 4.25]}
-    assert run["restarts"]["step"] == [50]
+    steps = range(10, 101, 10)
+    losses = [8 - step / 25 for step in steps]
+    train, val = curves(html, "loss", "step")
+    assert train == [(step, pytest.approx(loss)) for step, loss in zip(steps, losses, strict=True)]
+    assert val == [(0, 8.0), (100, 4.25)]
+    assert curves(html, "loss", "tokens")[1] == [(0, 8.0), (100 * 4096, 4.25)]
+    assert curves(html, "loss", "time")[1] == [(0, 8.0), (200, 4.25)]
+    assert curves(html, "loss", "step log")[0][-1] == (100, pytest.approx(math.log10(losses[-1]), abs=1e-5))
+    assert curves(html, "loss", "step late")[1] == [(100, 4.25)]
+    assert "one was restarted after step 50" in html
     assert "&lt;/script&gt;&lt;b&gt;noise &amp; more" in html
-    assert html.count("</script>") == 2
+    assert html.count("</script>") == 1
     assert "some accelerator" in html
     assert "learning_rate: 0.001" in html
 
@@ -78,7 +88,6 @@ def test_compared_runs_show_only_where_their_recipes_differ(one, two):
     keys = re.findall(r"<th><code>(.*?)</code>", table)
     assert keys == ["optimizer.learning_rate", "training.batch_tokens"]
     assert "<code>0.001</code></td><td><code>0.002</code>" in table
-    assert data_of(html)["band"] is None  # they are not of one recipe
 
 
 def test_the_page_names_the_best_checkpoint_and_its_loss(one):
@@ -93,12 +102,6 @@ def test_the_page_names_the_best_checkpoint_and_its_loss(one):
         ("75", "4.1250", "best"),
         ("100", "4.2500", ""),
     ]
-
-
-def test_runs_of_a_recipe_with_a_reference_carry_its_band(one):
-    band = data_of(page([open_run(one)]))["band"]
-    assert (band["recipe"], band["batch_tokens"], band["steps"][-1]) == ("tiny", 4096, 200)
-    assert all(low < high for low, high in zip(band["low"], band["high"], strict=True))
 
 
 def test_a_long_run_still_makes_a_small_page(tmp_path):
@@ -116,49 +119,69 @@ def render(html, tmp_path, script=""):
     file = tmp_path / "page.html"
     file.write_text(html.replace("</body>", f"<script>{script}</script></body>"))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,2000", "--virtual-time-budget=4000"]
+    flags += ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
     profile = f"--user-data-dir={tmp_path / 'profile'}"
     done = subprocess.run([BROWSER, *flags, profile, "--dump-dom", f"file://{file}"], capture_output=True, timeout=120)
     return done.stdout.decode()
 
 
-def curves(dom, key):
-    """The points of each curve of a chart."""
-    chart = dom.split(f'data-key="{key}"')[1].split("</svg>")[0]
-    paths = re.findall(r'class="curve \w+" d="([^"]*)"', chart)
-    return [[tuple(map(float, point.split(","))) for point in re.split("[ML]", path)[1:]] for path in paths]
-
-
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
-def test_a_browser_draws_every_point_of_every_curve(one, two, tmp_path):
-    dom = render(page([open_run(one)]), tmp_path)
-    train, val = curves(dom, "loss")
-    assert (len(train), len(val)) == (10, 2)
-    x, y = zip(*train, strict=True)
-    assert all(b - a == pytest.approx(x[1] - x[0], abs=0.2) for a, b in itertools.pairwise(x))  # even steps
+def test_a_browser_draws_each_point_at_its_place_beside_the_labels(one, tmp_path):
+    script = """
+    const plot = document.querySelector(".plot"), box = plot.getBoundingClientRect(), found = [];
+    for (const path of plot.querySelectorAll("path")) {
+      const to = path.getScreenCTM();
+      for (const [x, y] of pointsOf(path)) {
+        const at = new DOMPoint(x, y).matrixTransform(to);
+        found.push([at.x - box.left, at.y - box.top]);
+      }
+    }
+    const dots = [...plot.querySelectorAll("circle")].map((dot) => dot.getBoundingClientRect());
+    found.push(...dots.map((dot) => [dot.x + dot.width / 2 - box.left, dot.y + dot.height / 2 - box.top]));
+    const visible = [...document.querySelectorAll(".plot")].filter((plot) => plot.getClientRects().length);
+    const figures = { points: found, box: [box.width, box.height], visible: visible.length };
+    document.body.dataset.found = JSON.stringify(figures);
+    """
+    dom = render(page([open_run(one)]), tmp_path, script)
+    found = json.loads(unescape(re.search(r'data-found="([^"]*)"', dom)[1]))
+    width, height = found["box"]
+    assert height == 280  # a chart is as high as the style says, and as wide as the page has room for
+    assert width > 900
+    points, val, dots = found["points"][:10], found["points"][10:12], found["points"][12:]
+    x, y = zip(*points, strict=True)
+    assert x == pytest.approx([width * step / 100 for step in range(10, 101, 10)], abs=0.5)
     assert all(b - a == pytest.approx(y[1] - y[0], abs=0.2) for a, b in itertools.pairwise(y))  # even falls
-    assert y[-1] > y[0]  # down the page
-    assert val[1][0] == x[-1]  # both at step 100
+    assert 0 < y[0] < y[-1] < height  # down the page
     assert val[1][1] < y[-1]  # 4.25 lies above 4.0
-    for key in ("lr", "grad_norm", "tokens_per_s", "data_wait_s"):
-        assert [len(curve) for curve in curves(dom, key)] == [10]
+    for dot, end in zip(dots, val, strict=True):
+        assert dot == pytest.approx(end, abs=0.5)
+    assert found["visible"] == 5  # loss, learning rate, gradient norm, speed, waiting: one view each
     assert 'data-key="mfu"' not in dom  # nothing to show
-    assert dom.count('class="restart-mark"') == 5  # in each chart
-    assert dom.count("<polygon") == 1
     assert "NaN" not in dom.split("<script")[0]
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
-def test_a_browser_compares_runs_by_tokens_shows_values_and_turns_dark(one, two, tmp_path):
+def test_a_browser_compares_runs_by_tokens_shows_values_hides_a_run_and_turns_dark(one, two, tmp_path):
     script = """
     document.getElementById("x-tokens").click(); document.getElementById("theme").click();
-    const first = document.querySelector(".chart"), box = first.querySelector("svg").getBoundingClientRect();
-    first.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right - 12, clientY: box.top + 40 }));
+    const first = document.querySelector(".chart");
+    const move = () => {
+      const box = shown(first).getBoundingClientRect();
+      first.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right - 1, clientY: box.top + 40 }));
+      return [...document.querySelector(".tip").childNodes].map((node) => node.textContent.trim());
+    };
+    const tips = [move()];
+    document.getElementById("log").click();
+    tips.push(move());
+    document.querySelectorAll(".legend button")[0].click();
+    const hidden = getComputedStyle(shown(first).querySelector("path")).display;
+    document.body.dataset.found = JSON.stringify({ tips, hidden, view: shown(first).dataset.view });
     """
     dom = render(page([open_run(one), open_run(two)]), tmp_path, script)
-    first, _, second = curves(dom, "loss")
-    assert second[-1][0] - second[0][0] == pytest.approx(2 * (first[-1][0] - first[0][0]), abs=0.5)  # twice the batch
-    tip = re.sub("<[^>]*>", " ", dom.split('class="tip"')[1].split(">", 1)[1].split("</div></div>")[0])
-    assert tip.split() == ["tokens", "819.2", "k", "two", "training", "3.0000"]  # 7 - 100 / 25; one has ended before
+    found = json.loads(unescape(re.search(r'data-found="([^"]*)"', dom)[1]))
+    # 7 - 100 / 25; the other run, of half the batch, has ended before
+    assert found["tips"] == [["819,200 tokens", "two training 3.0000"]] * 2
+    assert (found["view"], found["hidden"]) == ("tokens log", "none")
     assert 'data-theme="dark"' in dom
 
 
@@ -167,29 +190,17 @@ def test_a_report_is_written_beside_the_run_or_where_it_is_told(raygpt, one, two
     assert status == 0
     assert out.startswith("one/report.html  ")
     assert Path(one, "report.html").read_text() == page([open_run(one)])
-    status, out, _ = raygpt("report", one, two, "--out", "both.html", "--png", "both.png", "--json")
+    status, out, _ = raygpt("report", one, two, "--out", "both.html", "--svg", "both.svg", "--json")
     assert status == 0
     files = json.loads(out)["files"]
-    assert files == {str(tmp_path / name): (tmp_path / name).stat().st_size for name in ("both.png", "both.html")}
+    assert files == {str(tmp_path / name): (tmp_path / name).stat().st_size for name in ("both.svg", "both.html")}
 
 
-def test_the_picture_is_a_png_of_a_readmes_size(one, two, tmp_path):
-    from matplotlib import image
-
-    write_report([one, two], str(tmp_path / "page.html"), str(tmp_path / "curves.png"))
-    pixels = image.imread(tmp_path / "curves.png")
-    assert pixels.shape[:2] == (896, 1440)
-    for colour in ("#0072b2", "#d55e00"):  # a curve for each run
-        wanted = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
-        assert (abs(pixels[..., :3] - wanted).max(axis=-1) < 0.02).sum() > 300
-
-
-def test_a_missing_extra_ends_in_a_line_that_names_it(raygpt, one, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    status, out, err = raygpt("report", one, "--png", "a.png")
-    assert (status, out) == (1, "")
-    assert err == "error: a PNG needs the extra png: pip install 'raygpt[png]'\n"
-    assert not Path(one, "report.html").exists()
+def test_the_picture_of_several_runs_names_them(one, two):
+    text = loss_picture([open_run(one), open_run(two)])
+    assert "<title>training loss (faint) and validation loss</title>" in text
+    assert re.findall("<tspan[^>]*>([^<]*)</tspan>", text) == ["one", "two"]
+    assert text.count("<path") == 3  # two's validation has not begun
 
 
 def test_a_run_that_has_logged_nothing_is_refused(raygpt, tmp_path):
