@@ -35,7 +35,7 @@ def train(config):
             report({"step": step, "train_loss": engine.read(metrics)["loss"]})
         if step % training.eval_every == 0:
             windows = val_windows([store.val for store in corpus.stores], context, recipe.rows)
-            losses = np.concatenate([engine.score(state, some) for some in windows])
+            losses = np.concatenate([engine.window_losses(state, some) for some in windows])
             with TemporaryDirectory() as folder:  # for this worker's share; Ray puts those of all together
                 engine.save(state, f"{folder}/share")
                 engine.wait_for_save()

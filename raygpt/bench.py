@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from raygpt.config import Recipe
 from raygpt.engines import devices_of, engine_of, require
 from raygpt.errors import RaygptError, first_line
+from raygpt.models import describe
 from raygpt.recipes import load_recipe
 from raygpt.training.mfu import mfu
 
@@ -109,7 +110,7 @@ def timed(steps: Steps, work: Work) -> dict[str, Any]:
     return {
         "ms": 1e3 * statistics.median(rounds),
         "tokens_per_s": speed,
-        "mfu": mfu(speed, model.flops_per_token(work.vocab), steps.about["device"], 1),
+        "mfu": mfu(speed, describe(model, work.vocab).flops_per_token, steps.about["device"], 1),
         "peak_gib": steps.peak() / 2**30,
         "compile_s": compile_s,
         "rounds_ms": [round(1e3 * seconds, 2) for seconds in rounds],

@@ -10,6 +10,7 @@ pytest.importorskip("jax")
 from raygpt import bench
 from raygpt.bench import Steps, Work
 from raygpt.errors import RaygptError
+from raygpt.models import describe
 
 ROW = {
     "device": "NVIDIA H200",
@@ -50,7 +51,7 @@ def test_a_figure_is_the_median_of_rounds_after_warming_up(monkeypatch):
     assert found["compile_s"] == 5.0
     assert found["rounds_ms"] == [2000.0, 9000.0, 2000.0]
     assert (found["ms"], found["tokens_per_s"], found["peak_gib"]) == (2000.0, 64 * 1024 / 2, 3.0)
-    assert found["mfu"] == pytest.approx(64 * 1024 / 2 * Work().recipe.model.flops_per_token(50257) / 989e12)
+    assert found["mfu"] == pytest.approx(64 * 1024 / 2 * describe(Work().recipe.model, 50257).flops_per_token / 989e12)
 
 
 @pytest.mark.parametrize(

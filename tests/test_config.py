@@ -38,35 +38,6 @@ def file(tmp_path: Path) -> Any:
 # The model's arithmetic
 
 
-@pytest.mark.parametrize(
-    ("preset", "parameters"),
-    [
-        ("gpt2", 124_439_808),
-        ("gpt2-medium", 354_823_168),
-        ("gpt2-large", 774_030_080),
-        ("gpt2-xl", 1_557_611_200),
-    ],
-)
-def test_presets_have_the_published_number_of_parameters(preset: Any, parameters: int) -> None:
-    assert Model(preset=preset).parameters(50257) == parameters
-
-
-def test_parameters_count_every_matrix_and_vector_of_a_small_model() -> None:
-    # vocab 5, context 3, width 2, 1 layer: tokens 10, positions 6, norms 3 × (2 + 2), qkv 12 + 6,
-    # projection 4 + 2, mlp 16 + 8 and 16 + 2
-    tiny = {"layers": 1, "heads": 1, "width": 2, "context": 3}
-    assert Model(**tiny).parameters(5) == 10 + 6 + 12 + 18 + 6 + 24 + 18
-    assert Model(**tiny, bias=False).parameters(5) == 10 + 6 + 6 + 12 + 4 + 16 + 16
-    assert Model(**tiny, tied_head=False).parameters(5) == 94 + 10
-
-
-def test_flops_per_token_is_six_per_parameter_plus_attention() -> None:
-    small = Model(preset="gpt2")
-    assert small.flops_per_token(50257) == 6 * 124_439_808 + 12 * 12 * 768 * 1024
-    untied = Model(preset="gpt2", tied_head=False)
-    assert untied.flops_per_token(50257) == small.flops_per_token(50257)  # a table is only looked up
-
-
 def test_a_preset_gives_only_the_sizes_that_are_not_set() -> None:
     model = Model(preset="gpt2-medium", context=256)
     assert (model.layers, model.heads, model.width, model.context) == (24, 16, 1024, 256)

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from raygpt.corpus.order import window_count
+from raygpt.models import describe
 from raygpt.recipes import load_recipe, recipe_text, shipped_recipes
 from raygpt.recipes.explain import keys
 from raygpt.training.plan import in_steps
@@ -66,7 +67,7 @@ def test_shipped_lines_fit_on_a_screen(name: str) -> None:
 
 def test_tiny_is_small_enough_for_two_cores_and_needs_no_file() -> None:
     tiny = load_recipe("tiny")
-    assert tiny.model.parameters(4096) == 1_334_016  # "1.3 million" in its first line
+    assert describe(tiny.model, 4096).count == 1_334_016  # "1.3 million" in its first line
     assert tiny.training.steps * tiny.training.batch_tokens == 819_200  # "0.8 million tokens"
     assert (tiny.data.source, tiny.data.tokenizer) == ("stdlib", "bpe:4096")
 
@@ -92,13 +93,13 @@ def test_shakespeare_char_has_nanogpts_numbers_for_a_cpu() -> None:
     assert optimizer.learning_rate * schedule.end == pytest.approx(2e-4)  # its own is 1e-4: see benchmarks/LOG.md
     assert (recipe.training.steps, recipe.training.batch_tokens) == (2000, 12 * 64)
     positions = 64 * 128  # left out in the "number of parameters: 0.80M" that nanoGPT prints
-    assert round((model.parameters(65) - positions) / 1e6, 2) == 0.80
+    assert round((describe(model, 65).count - positions) / 1e6, 2) == 0.80
 
 
 def test_gpt2_124m_openwebtext_has_the_jax_tutorials_numbers() -> None:
     recipe = load_recipe("gpt2-124m-openwebtext")
     model, data, optimizer, schedule = recipe.model, recipe.data, recipe.optimizer, recipe.schedule
-    assert model.parameters(50257) == 124_439_808
+    assert describe(model, 50257).count == 124_439_808
     assert (model.context, model.dropout, model.init, model.norm_epsilon) == (1024, 0.1, "xavier", 1e-6)
     assert (data.source, data.tokenizer) == ("openwebtext", "gpt2")
     assert (data.val, data.split, data.split_seed) == (0.0005, "huggingface", 2357)
@@ -113,7 +114,7 @@ def test_gpt2_124m_openwebtext_has_the_jax_tutorials_numbers() -> None:
 
 def test_gpt2_124m_wikitext103_has_the_pytorch_tutorials_numbers() -> None:
     recipe = load_recipe("gpt2-124m-wikitext103")
-    assert recipe.model.parameters(50257) == 123_849_984  # "123.8 M parameters at 256 positions"
+    assert describe(recipe.model, 50257).count == 123_849_984  # "123.8 M parameters at 256 positions"
     assert (recipe.model.context, recipe.model.dropout, recipe.model.norm_epsilon) == (256, 0.1, 1e-5)
     assert (recipe.data.source, recipe.data.val) == ("wikitext-103", "wikitext-103:validation")
     assert (recipe.optimizer.learning_rate, recipe.optimizer.betas) == (3e-4, (0.9, 0.999))

@@ -6,7 +6,7 @@ included; `load_recipe` turns it into a RaygptError.
 """
 
 from math import gcd
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import Field, model_validator
@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from raygpt.config.cluster import Cluster, Mesh
 from raygpt.config.data import Data, Source
 from raygpt.config.model import PRESETS, Model
-from raygpt.config.parts import Part, multiples_around, shown
+from raygpt.config.parts import May, Part, multiples_around, shown
 from raygpt.config.run import Run, Track
 from raygpt.config.training import TASKS, Optimizer, Schedule, Training
 from raygpt.errors import RaygptError
@@ -24,6 +24,7 @@ __all__ = [
     "TASKS",
     "Cluster",
     "Data",
+    "May",
     "Mesh",
     "Model",
     "Optimizer",
@@ -34,6 +35,7 @@ __all__ = [
     "Source",
     "Track",
     "Training",
+    "keys_that",
     "shown",
 ]
 
@@ -47,9 +49,9 @@ class Recipe(Part):
     optimizer: Optimizer = Field(Optimizer(), description="How a gradient becomes a step.")
     schedule: Schedule = Field(Schedule(), description="The learning rate over the steps.")
     training: Training = Field(Training(), description="How long and in what batches.")
-    cluster: Cluster = Field(Cluster(), description="Where it runs.")
-    run: Run = Field(Run(), description="Where its results go.")
-    track: Track = Field(Track(), description="Who else is told of its metrics.")
+    cluster: Annotated[Cluster, May.CHANGE] = Field(Cluster(), description="Where it runs.")
+    run: Annotated[Run, May.CHANGE] = Field(Run(), description="Where its results go.")
+    track: Annotated[Track, May.CHANGE] = Field(Track(), description="Who else is told of its metrics.")
 
     @model_validator(mode="after")
     def _batch_is_whole_rows(self) -> Self:
@@ -146,3 +148,16 @@ class Recipe(Part):
     def to_yaml(self) -> str:
         """Every key with its value; `load_recipe` makes an equal Recipe of it."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False)  # ASCII: PyYAML reads U+0085 in a name as a newline
+
+
+def keys_that(may: May, part: type[Part] = Recipe, prefix: str = "") -> tuple[str, ...]:
+    """Dotted keys whose values may do so, as `str.startswith` takes them: `training.log_every`, or `cluster.` for all
+    keys of a part."""
+    found: list[str] = []
+    for name, field in part.model_fields.items():
+        inner = field.annotation if isinstance(field.annotation, type) and issubclass(field.annotation, Part) else None
+        if may in field.metadata:
+            found.append(f"{prefix}{name}{'.' if inner else ''}")
+        elif inner:
+            found += keys_that(may, inner, f"{prefix}{name}.")
+    return tuple(found)

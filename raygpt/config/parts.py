@@ -1,6 +1,7 @@
 """What the parts of a recipe are made of: their numbers, their strictness, and how a mistake is quoted."""
 
 import re
+from enum import Enum
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -16,6 +17,13 @@ def _not_bool(value: object) -> object:
 Whole = Annotated[int, BeforeValidator(_not_bool)]
 Real = Annotated[float, BeforeValidator(_not_bool)]
 Beta = Annotated[Real, Field(ge=0, lt=1)]
+
+
+class May(Enum):
+    """What a key's type says of its value, e.g. Annotated[Whole, May.CHANGE]; a key without a word may do neither."""
+
+    CHANGE = "when a run goes on: where it runs, what is said of it, how a step is computed"
+    DIFFER = "from the run that another one starts from: its weights fit all the same"
 
 
 class Part(BaseModel):

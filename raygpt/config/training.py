@@ -3,11 +3,11 @@
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from raygpt.config.parts import SEEDS, Beta, Part, Real, Whole, refuse_credentials, shown
+from raygpt.config.parts import SEEDS, Beta, May, Part, Real, Whole, refuse_credentials, shown
 
 
 class Optimizer(Part):
@@ -53,19 +53,16 @@ class Schedule(Part):
             )
         return self
 
-    def share(self, step: int, steps: int) -> float:
-        """Of the highest rate, in the step that follows `step` others, of a run of so many. Optax says the same."""
-        if step < self.warmup_steps:
-            return (step + 1) / (self.warmup_steps + 1)
+    def share(self, step: Any, steps: int, xp: Any) -> Any:
+        """Of the highest rate, in the step that follows `step` others, of a run of so many.
+
+        `xp` is numpy or jax.numpy. Warm-up rises to the full rate at step `warmup_steps`; no step has a rate of zero.
+        """
         n, rest = step - self.warmup_steps, max(1, steps - self.warmup_steps)
         falling = max(1, round(self.decay_share * steps))
-        down = {  # the way that it has gone, from 0 to 1
-            "constant": 0.0,
-            "cosine": (1 - math.cos(math.pi * min(n / rest, 1))) / 2,
-            "linear": min(n / rest, 1),
-            "wsd": min(max(n - (rest - falling), 0) / falling, 1),
-        }[self.kind]
-        return 1 - (1 - self.end) * down
+        gone = xp.clip((n - (rest - falling)) / falling if self.kind == "wsd" else n / rest, 0, 1)  # from 0 to 1
+        down = {"constant": 0 * gone, "cosine": (1 - xp.cos(math.pi * gone)) / 2}.get(self.kind, gone)
+        return xp.where(n < 0, (step + 1) / (self.warmup_steps + 1), 1 - (1 - self.end) * down)
 
 
 def _count_or_epoch(every: object, info: ValidationInfo) -> object:
@@ -124,41 +121,47 @@ class Training(Part):
     )
     batch_tokens: Whole = Field(4096, gt=0, description="Tokens a step, all workers together; whole rows.")
     seed: Whole = Field(1337, ge=0, lt=SEEDS, description="Decides first weights, dropout and data order.")
-    log_every: Whole = Field(10, gt=0, description="Steps between lines of the log.")
-    eval_every: Every = Field(100, description="Steps between validations, or epoch: once in each.")
-    eval_rows: Annotated[Whole, Field(gt=0)] | None = Field(
+    log_every: Annotated[Whole, May.CHANGE] = Field(10, gt=0, description="Steps between lines of the log.")
+    eval_every: Annotated[Every, May.CHANGE] = Field(
+        100, description="Steps between validations, or epoch: once in each."
+    )
+    eval_rows: Annotated[Annotated[Whole, Field(gt=0)] | None, May.CHANGE] = Field(
         None, description="Windows to validate on, evenly spread and always the same; null takes all."
     )
-    eval_tasks: Annotated[tuple[str, ...], BeforeValidator(_task_names), "list of text"] = Field(
+    eval_tasks: Annotated[tuple[str, ...], BeforeValidator(_task_names), "list of text", May.CHANGE] = Field(
         (), description="Scored at each validation: hellaswag, lambada; or e.g. lambada=FILE.jsonl for its items."
     )
-    eval_items: Annotated[Whole, Field(gt=0)] | None = Field(
+    eval_items: Annotated[Annotated[Whole, Field(gt=0)] | None, May.CHANGE] = Field(
         None, description="Items of each task to score, its first; null takes all."
     )
-    prompts: Annotated[tuple[str, ...], BeforeValidator(_some_text), "list of text"] = Field(
+    prompts: Annotated[tuple[str, ...], BeforeValidator(_some_text), "list of text", May.CHANGE] = Field(
         (), description="A sample is written on from each at each validation; without any, as a document begins."
     )
-    checkpoint_every: Every = Field(100, description="Steps between checkpoints, or epoch: once in each.")
-    on_nan: Literal["stop", "skip"] = Field(
+    checkpoint_every: Annotated[Every, May.CHANGE] = Field(
+        100, description="Steps between checkpoints, or epoch: once in each."
+    )
+    on_nan: Annotated[Literal["stop", "skip"], May.CHANGE] = Field(
         "stop", description="When a loss is not a number: end the run, or leave the step out and count it."
     )
-    deterministic: bool = Field(
+    deterministic: Annotated[bool, May.CHANGE] = Field(
         False, description="The same bits every time on the same GPUs, which costs some speed; a CPU's always are."
     )
-    on_spike: Literal["ignore", "warn", "skip", "stop"] = Field(
+    on_spike: Annotated[Literal["ignore", "warn", "skip", "stop"], May.CHANGE] = Field(
         "ignore", description="When loss or gradient norm is far above what it was: warn, leave the step out, or end."
     )
-    spike_sigmas: Real = Field(6.0, gt=0, description="How far: in standard deviations over about the last 100 steps.")
-    hang_after: Annotated[Real, Field(gt=0)] | None = Field(
+    spike_sigmas: Annotated[Real, May.CHANGE] = Field(
+        6.0, gt=0, description="How far: in standard deviations over about the last 100 steps."
+    )
+    hang_after: Annotated[Annotated[Real, Field(gt=0)] | None, May.CHANGE] = Field(
         900, description="Seconds without a step, compiling included, after which a worker counts as hung."
     )
-    compile: Literal["auto", "scanned", "unrolled", "off"] = Field(
+    compile: Annotated[Literal["auto", "scanned", "unrolled", "off"], May.CHANGE] = Field(
         "auto", description="The layers as one loop (compiles fast), one after another (runs fast), or not at all."
     )
-    accumulation: Annotated[Whole, Field(gt=0)] | None = Field(
+    accumulation: Annotated[Annotated[Whole, Field(gt=0)] | None, May.CHANGE] = Field(
         None, description="Parts that a batch is computed in, one after another; null: as memory demands."
     )
-    remat: Literal["none", "products", "blocks"] = Field(
+    remat: Annotated[Literal["none", "products", "blocks"], May.CHANGE] = Field(
         "none", description="What is computed again to save memory: nothing, all but matrix products, whole blocks."
     )
 

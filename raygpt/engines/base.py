@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 Windows = NDArray[np.int32]  # [rows, context + 1]
 Numbers = NDArray[np.floating[Any]]
 Arrays = Mapping[str, NDArray[Any]]
-SPIKE_STEPS = 50  # before which nothing is called a spike: too little is known of what is usual
-SPIKE_MEMORY = 100  # steps that the usual loss and gradient norm look back
+Positions = int | NDArray[np.int32]  # one for all rows, or one of each row
 
 
 @dataclass(frozen=True)
@@ -26,29 +25,28 @@ class Devices:
 
 @dataclass(frozen=True)
 class Weights:
-    """A state as both engines and the outside world understand it: plain arrays under Hugging Face's names.
+    """A state as both engines understand it: plain arrays under the names, and with the axes, of the description.
 
-    Kernels are [in, out], as its Conv1D has them; the vocabulary has no padding; a tied head has no array of its own.
+    The vocabulary has no padding; a tied head has no array of its own.
     """
 
     parameters: Arrays
-    means: Arrays = field(default_factory=dict)  # AdamW's averages of the gradients, and of their squares;
-    squares: Arrays = field(default_factory=dict)  # empty where only parameters are known
+    slots: Mapping[str, Arrays] = field(default_factory=dict)  # the optimizer's: `means` and `squares` for AdamW
     step: int = 0
 
 
-class Grader(Protocol):
+class TokenScorer(Protocol):
     """What can say how likely a model finds each token of a text."""
 
     context: int
 
-    def grade(self, state: Any, windows: Windows) -> tuple[Numbers, NDArray[np.bool_]]:
+    def token_logprobs(self, state: Any, windows: Windows) -> tuple[Numbers, NDArray[np.bool_]]:
         """Of windows [rows, time + 1] every token's log-probability after those before it, and whether it is the
         likeliest: both [rows, time]. Where there are several processes, each gives and gets all of them."""
         ...
 
 
-class Engine(Grader, Protocol):
+class Engine(TokenScorer, Protocol):
     """A recipe's model on the devices of all workers. State, batch and cache are the engine's own affair."""
 
     @property
@@ -78,11 +76,12 @@ class Engine(Grader, Protocol):
         ...
 
     def load(self, weights: Weights) -> Any:
-        """A state with those parameters; averages that are not given are zero, as before step 0."""
+        """A state with those parameters; slots that are not given are zero, as before step 0."""
         ...
 
-    def put(self, windows: Windows) -> Any:
-        """The windows of those rows, on the devices."""
+    def put(self, windows: Windows, weights: Numbers | None = None) -> Any:
+        """The windows of those rows, on the devices. `weights` [rows, context] say how much each target counts in the
+        loss, which is divided by the sum of all; by default each counts 1."""
         ...
 
     def step(self, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -93,7 +92,7 @@ class Engine(Grader, Protocol):
         """Wait for a step's metrics: loss, grad_norm, lr, and how many steps were skipped, and were spikes, so far."""
         ...
 
-    def score(self, state: Any, windows: Windows) -> Numbers:
+    def window_losses(self, state: Any, windows: Windows) -> Numbers:
         """The loss of each window, a mean over its tokens. Every process gives and gets all of them."""
         ...
 
@@ -101,7 +100,7 @@ class Engine(Grader, Protocol):
         """Read prompts [rows, time]: logits [rows, vocabulary] of what follows, and a cache."""
         ...
 
-    def decode(self, state: Any, ids: NDArray[np.int32], start: int, cache: Any) -> tuple[Numbers, Any]:
+    def decode(self, state: Any, ids: NDArray[np.int32], start: Positions, cache: Any) -> tuple[Numbers, Any]:
         """The same for ids [rows, time] that follow `start` earlier ones."""
         ...
 
@@ -115,41 +114,23 @@ class Engine(Grader, Protocol):
         ...
 
 
-class Reader(Grader, Protocol):
+class Reader(TokenScorer, Protocol):
     """A trained model that is only read: it scores and writes, in this process, on one device, without an optimizer."""
 
     vocab: int
 
     def load(self, parameters: Arrays) -> Any:
-        """The parameters, under Hugging Face's names, on the device."""
+        """The parameters, as `Weights` has them, on the device."""
         ...
 
     def prefill(self, state: Any, ids: NDArray[np.int32]) -> tuple[Numbers, Any]:
         """Read prompts [rows, time]: logits [rows, vocabulary] of what follows, and a cache."""
         ...
 
-    def decode(self, state: Any, ids: NDArray[np.int32], start: int, cache: Any) -> tuple[Numbers, Any]:
+    def decode(self, state: Any, ids: NDArray[np.int32], start: Positions, cache: Any) -> tuple[Numbers, Any]:
         """The same for one id a row, [rows, 1], that follows `start` earlier ones."""
         ...
 
     def describe(self) -> dict[str, str]:
         """Device and precision, for people."""
         ...
-
-
-SHORTEST = 128  # of the lengths that a model is compiled for
-
-
-def fill(windows: Windows, longest: int, multiple: int = 1) -> Windows:
-    """Windows [rows, time + 1] filled up with zeros: the rows to a power of two, the time to a bucket.
-
-    What fills up stands behind or below the rest, which does not see it.
-    """
-    rows, time = len(windows), windows.shape[1] - 1
-    filled = -(-(1 << (rows - 1).bit_length()) // multiple) * multiple
-    return np.pad(windows, ((0, filled - rows), (0, bucket(time, longest) - time)))
-
-
-def bucket(length: int, longest: int) -> int:
-    """The length to compile for: a power of two, so that texts of all lengths share a few programs."""
-    return min(max(SHORTEST, 1 << (length - 1).bit_length()), longest)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from raygpt.corpus.tokenizers import Tokenizer
-from raygpt.engines.base import Grader, bucket
+from raygpt.engines.base import TokenScorer
+from raygpt.engines.padding import bucket
 
 TOKENS = 2**13  # that are computed at a time
 Watch = Callable[[int, int], None]  # how many of how many are done
@@ -23,7 +24,7 @@ class Asked(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
     @property
-    def reader(self) -> Grader: ...
+    def reader(self) -> TokenScorer: ...
 
     @property
     def state(self) -> Any: ...
@@ -90,7 +91,7 @@ def _scored(model: Asked, batch: Sequence[Encoded]) -> Iterator[Score]:
     windows = np.zeros((len(batch), max(len(pair.ids) for pair in batch)), dtype=np.int32)
     for row, pair in enumerate(batch):
         windows[row, : len(pair.ids)] = pair.ids
-    logs, hits = model.reader.grade(model.state, windows)
+    logs, hits = model.reader.token_logprobs(model.state, windows)
     for row, pair in enumerate(batch):
         end = len(pair.ids) - 1  # of the targets
         mine = slice(end - pair.continuation, end)

@@ -42,7 +42,7 @@ def validate(loaded: Loaded, watch: Watch = lambda done, total: None) -> Figures
         )
     lengths, losses, size = np.array(byte_lengths(loaded.tokenizer)), [], 0
     for windows in val_windows(streams, context, max(1, TOKENS // context)):
-        logs, _ = loaded.reader.grade(loaded.state, windows)
+        logs, _ = loaded.reader.token_logprobs(loaded.state, windows)
         losses += (-logs.mean(1, dtype=np.float64)).tolist()
         size += int(lengths[windows[:, 1:]].sum())
         watch(len(losses), total)

@@ -1,6 +1,7 @@
 """The model card: what was trained on what, how well, and how to use it."""
 
 from raygpt.inference.loaded import Weighed
+from raygpt.models import describe
 from raygpt.show.report import loss_picture
 
 CURVE = "loss.svg"
@@ -26,8 +27,8 @@ def _card(found: Weighed, with_curve: bool) -> str:
             "",
             f"# {found.run.name}",
             "",
-            f"A GPT-2 of {model.parameters(vocab):,} parameters ({model.layers} layers, {model.heads} heads, width "
-            f"{model.width}, context {model.context}, {vocab:,} tokens), trained by raygpt with "
+            f"A GPT-2 of {describe(model, vocab).count:,} parameters ({model.layers} layers, {model.heads} heads, "
+            f"width {model.width}, context {model.context}, {vocab:,} tokens), trained by raygpt with "
             f"the {found.engine} engine; this is its checkpoint of step {found.checkpoint.step:,}.",
             "",
             "```python",

@@ -10,14 +10,16 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from raygpt import storage
-from raygpt.config import PRESETS, Recipe
+from raygpt.config import PRESETS, Model, Recipe
 from raygpt.corpus import tokenizers
 from raygpt.corpus.tokenizers import FILE_NAME, Gpt2, Tokenizer
 from raygpt.engines import engine_of, require
 from raygpt.engines.base import Weights
 from raygpt.errors import RaygptError, first_line
+from raygpt.interop import gpt2
 from raygpt.interop.exporting import CONFIG, WEIGHTS
 from raygpt.interop.tokenizer_json import from_json
+from raygpt.models import describe
 from raygpt.recipes.explain import explain_first
 from raygpt.runs import RECIPE, OpenRun, checkpoints, open_run
 
@@ -42,7 +44,7 @@ def import_run(source: str, out: str, engine: str = "jax") -> OpenRun:
     tokenizer = _tokenizer(folder)
     recipe = _recipe(settings, tokenizer, out, engine)
     require(engine)
-    parameters = _parameters(folder, settings, tokenizer.vocab)
+    parameters = _parameters(folder, settings, recipe.model, tokenizer.vocab)
     _write(recipe, tokenizer, parameters, out)
     return open_run(out)
 
@@ -121,8 +123,8 @@ def _recipe(settings: Mapping[str, Any], tokenizer: Tokenizer, out: str, engine:
         raise RaygptError(explain_first(error)) from None
 
 
-def _parameters(folder: Path, settings: Mapping[str, Any], vocab: int) -> dict[str, NDArray[Any]]:
-    """Under the names that both engines know: masks are left out, and so is what only pads the vocabulary."""
+def _parameters(folder: Path, settings: Mapping[str, Any], model: Model, vocab: int) -> dict[str, NDArray[Any]]:
+    """By our names: masks are left out, and so is what only pads the vocabulary."""
     arrays: dict[str, NDArray[Any]] = {}
     for path in _files(folder):
         arrays |= _arrays(path)
@@ -137,7 +139,10 @@ def _parameters(folder: Path, settings: Mapping[str, Any], vocab: int) -> dict[s
             )
         if name in named:
             named[name] = named[name][:vocab]
-    return named
+    try:
+        return gpt2.from_hugging_face(named, describe(model, vocab))
+    except (KeyError, ValueError) as error:
+        raise RaygptError(f"the weights are not those of the config: {error}; copy the model again") from None
 
 
 def _files(folder: Path) -> list[Path]:
@@ -170,10 +175,7 @@ def _write(recipe: Recipe, tokenizer: Tokenizer, parameters: dict[str, NDArray[A
     storage.write_bytes(storage.join(out, RECIPE), recipe.to_yaml().encode())
     tokenizers.save(tokenizer, out)
     engine = engine_of(recipe.engine).Engine(recipe, tokenizer.vocab)
-    try:
-        state = engine.load(Weights(parameters))
-    except (KeyError, ValueError) as error:
-        raise RaygptError(f"the weights are not those of the config: {error}; copy the model again") from None
+    state = engine.load(Weights(parameters))
     part, folder = checkpoints.parts_of(out) / "import", checkpoints.folder_of(out, 0)
     storage.delete_folder(str(part))  # of an import to an object store that was interrupted
     engine.save(state, str(part))

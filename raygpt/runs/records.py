@@ -22,7 +22,7 @@ from raygpt.runs.metrics import content_of, whole_lines
 from raygpt.version import __version__
 
 SAMPLES, ABOUT, RESULT = "samples.jsonl", "about.json", "result.json"
-PACKAGES = ("ray", "jax", "flax", "torch", "numpy")
+PACKAGES = ("ray", "jax", "torch", "numpy")
 
 
 @dataclass(frozen=True)

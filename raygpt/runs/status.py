@@ -7,6 +7,7 @@ from typing import Any
 
 from raygpt import storage
 from raygpt.errors import RaygptError
+from raygpt.models import describe
 from raygpt.runs import RECIPE, OpenRun, checkpoints, open_run, records
 from raygpt.runs.lock import lock_owner
 from raygpt.runs.metrics import latest, restarts
@@ -51,7 +52,7 @@ def details(run: OpenRun) -> Facts:
     """The same, and recipe, checkpoints, restarts, the last sample, what it ran on and its disk use."""
     return {
         **status(run),
-        "parameters": run.recipe.model.parameters(run.tokenizer.vocab),
+        "parameters": describe(run.recipe.model, run.tokenizer.vocab).count,
         "tokens": max((line["tokens"] for line in run.metrics if "tokens" in line), default=0),
         "checkpoints": [_checkpoint(run, step) for step in run.steps],
         "best": next(iter(checkpoints.best_first(run.steps, run.scores)), None),

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from raygpt.config import Recipe
 from raygpt.formatting import ago, number_text, size, value_text
+from raygpt.models import describe
 from raygpt.recipes.explain import flat
 from raygpt.show.console import as_path, err, near, out, printable, program, table_of
 
@@ -41,8 +42,8 @@ def show_imported(run: "OpenRun") -> None:
     model, vocab = run.recipe.model, run.tokenizer.vocab
     folder = escape(near(run.folder))
     out.print(
-        f"{model.parameters(vocab):,} parameters: {model.layers} layers, {model.heads} heads, width {model.width}, "
-        f"context {model.context}, {vocab:,} tokens in the vocabulary",
+        f"{describe(model, vocab).count:,} parameters: {model.layers} layers, {model.heads} heads, "
+        f"width {model.width}, context {model.context}, {vocab:,} tokens in the vocabulary",
         soft_wrap=True,
     )
     out.print(f"run directory  {folder}\n\nTry next:", soft_wrap=True)

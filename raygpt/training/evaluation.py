@@ -50,7 +50,7 @@ class Evaluation:
         losses = []
         context, rows = self._engine.context, self._engine.micro_rows
         for windows in val_windows(self._task.val, context, rows, self._training.eval_rows):
-            losses.append(self._engine.score(state, windows))
+            losses.append(self._engine.window_losses(state, windows))
             go_on()
         return float(np.concatenate(losses).mean(dtype=np.float64)) if losses else None
 

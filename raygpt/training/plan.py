@@ -10,9 +10,10 @@ from raygpt.config import Recipe
 from raygpt.engines.base import Devices
 from raygpt.errors import RaygptError
 from raygpt.formatting import size
+from raygpt.models import describe
+from raygpt.models.memory import row_bytes, state_bytes
 from raygpt.recipes.explain import explain_first
 
-STATE_BYTES = 20  # a parameter, AdamW's two averages, the sum of gradients and those of one part, all fp32
 LOGITS = 2**28  # at most so many at a time, of 10 bytes each: fp32, their gradient, their exponentials
 LOGIT_BYTES = 10
 USABLE = 0.8  # of a device's memory; the rest is for temporary buffers and fragmentation
@@ -86,16 +87,16 @@ def in_steps(recipe: Recipe, windows: int) -> Recipe:
 
 def make_plan(recipe: Recipe, *, vocab: int, train_tokens: int | None, val_tokens: int, run_folder: str) -> Plan:
     """The plan of a recipe with its corpus."""
-    model = recipe.model
+    description = describe(recipe.model, vocab)
     return Plan(
-        parameters=model.parameters(vocab),
+        parameters=description.count,
         vocab=vocab,
         train_tokens=train_tokens,
         val_tokens=val_tokens,
         steps=recipe.steps,
         rows=recipe.rows,
-        context=model.context,
-        flops_per_token=model.flops_per_token(vocab),
+        context=recipe.model.context,
+        flops_per_token=description.flops_per_token,
         run_folder=run_folder,
     )
 
@@ -124,25 +125,13 @@ def split_batch(recipe: Recipe, vocab: int, devices: Devices) -> Split:
     mesh = recipe.cluster.mesh.over(devices.count)
     across = mesh["data"] * mesh["fsdp"]  # groups of devices with rows of their own
     rows_each = -(-recipe.rows // across)
-    state = recipe.model.parameters(vocab) * STATE_BYTES // (mesh["fsdp"] * mesh["tensor"])
+    description = describe(recipe.model, vocab)
+    state = state_bytes(description, mesh["fsdp"] * mesh["tensor"])
     logits = min(rows_each * recipe.model.context * vocab // (mesh["tensor"] * mesh["context"]), LOGITS)
     fixed = state + logits * LOGIT_BYTES
-    row = row_bytes(recipe, devices, mesh["tensor"]) // mesh["context"]
+    remat, numbers = recipe.training.remat, devices.number_bytes
+    row = row_bytes(description, remat, numbers, devices.keeps_scores, mesh["tensor"]) // mesh["context"]
     room = max(1, (int(devices.memory_bytes * USABLE) - fixed) // row)
     accumulation = recipe.training.accumulation or -(-rows_each // room)
     micro_each = -(-rows_each // accumulation)
     return Split(recipe.rows, micro_each * across, accumulation, devices.count, fixed + micro_each * row)
-
-
-def row_bytes(recipe: Recipe, devices: Devices, tensor: int) -> int:
-    """What the backward pass needs of one row, on a device that has a tensor-th of heads and hidden layer.
-
-    Counted in widths, per token and layer. By themselves: the stream before attention and MLP and their norms, 4;
-    queries, keys, values with a copy of one, attention's result and its transpose, 6; the MLP before and after GELU, 8.
-    """
-    model, numbers = recipe.model, devices.number_bytes
-    scores = model.heads * model.context // model.width if devices.keeps_scores else 0
-    whole = 4 * numbers + (14 * numbers + scores * (numbers + 4)) // tensor  # softmax is in fp32
-    kept = {"none": whole, "products": 10 * numbers, "blocks": numbers}[recipe.training.remat]
-    again = 0 if recipe.training.remat == "none" else whole  # of the one layer that is computed again
-    return model.context * model.width * (model.layers * kept + again)

@@ -2,26 +2,19 @@
 
 from typing import Any
 
+import numpy as np
+
 from raygpt import storage
-from raygpt.config import Recipe
+from raygpt.config import May, Model, Recipe, keys_that
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.recipes.explain import flat
 from raygpt.runs import RECIPE, checkpoints
 from raygpt.runs.checkpoints import Checkpoint
 
-# What may change between two parts of a run: where it runs, what is said of it, and how a step is computed or what is
-# done about a bad one. The batches stay. The numbers are others where another arithmetic rounds otherwise (cluster,
-# compile, remat, accumulation, deterministic), and after a step that on_nan or on_spike leaves out.
-FREE = (
-    "cluster.",
-    "run.",
-    "track.",
-    *(f"training.{key}" for key in ("log_every", "eval_every", "eval_rows", "eval_tasks", "eval_items", "prompts")),
-    *(f"training.{key}" for key in ("checkpoint_every", "on_nan", "on_spike", "spike_sigmas", "hang_after")),
-    *(f"training.{key}" for key in ("deterministic", "compile", "remat", "accumulation")),
-)
-
+# Of keys that may change, some change the numbers: another arithmetic rounds otherwise (cluster, compile, remat,
+# accumulation, deterministic), and on_nan and on_spike leave steps out. The batches stay.
+FREE = keys_that(May.CHANGE)
 LENGTHS = ("training.steps", "training.epochs")  # a run may go on for longer
 
 
@@ -63,7 +56,7 @@ def changed_rate(run_folder: str, after: int, recipe: Recipe) -> str | None:
         return None
     known = checkpoints.facts(Checkpoint(after, checkpoints.folder_of(run_folder, after)))["recipe"]
     before, now = known["training"]["steps"], recipe.steps
-    old, new = (f"{recipe.schedule.share(after, steps):.2f}" for steps in (before, now))
+    old, new = (f"{float(recipe.schedule.share(after, steps, np)):.2f}" for steps in (before, now))
     if old == new:
         return None
     return (
@@ -98,9 +91,13 @@ def _named(recipe: Recipe, start_from: str, home: str, tokenizer: str) -> Checkp
         raise RaygptError(f"run.start_from: there is no run {name!r} in {home}; write the name of one, or its path")
     checkpoint = checkpoints.find(folder, int(step) if step else None)
     facts = checkpoints.facts(checkpoint)
-    ours, theirs = recipe.to_dict()["model"], facts["recipe"]["model"]
-    shape = ("layers", "heads", "width", "context", "bias", "tied_head")
-    different = ", ".join(f"model.{key}: {theirs[key]} → {ours[key]}" for key in shape if ours[key] != theirs[key])
+    models = (
+        recipe.model,
+        Model.model_validate(facts["recipe"]["model"]),
+    )  # keys that are newer than a run have defaults
+    ours, theirs = (flat({"model": model.model_dump(mode="json")}) for model in models)
+    keys = [key for key in ours if key not in keys_that(May.DIFFER)]
+    different = ", ".join(f"{key}: {theirs[key]} → {ours[key]}" for key in keys if ours[key] != theirs[key])
     if facts["tokenizer"] != tokenizer:
         different = "its tokenizer" if not different else f"{different}, its tokenizer"
     if different:

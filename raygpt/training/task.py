@@ -11,6 +11,7 @@ from raygpt.corpus.feed import Feed
 from raygpt.corpus.store import TokenStream
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.evaluation.tasks import Item
+from raygpt.models import describe
 from raygpt.runs.checkpoints import Checkpoint
 from raygpt.testing.faults import Faults
 
@@ -48,4 +49,4 @@ class Task:
 
     @property
     def flops_per_token(self) -> int:
-        return self.recipe.model.flops_per_token(self.tokenizer.vocab)
+        return describe(self.recipe.model, self.tokenizer.vocab).flops_per_token

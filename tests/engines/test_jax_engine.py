@@ -15,17 +15,20 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
-from flax import nnx  # noqa: E402
 
 from raygpt.config import Model, Training  # noqa: E402
-from raygpt.engines.jax import loss as loss_module  # noqa: E402
+from raygpt.engines import chunks  # noqa: E402
+from raygpt.engines.jax import layers as layers_module  # noqa: E402
 from raygpt.engines.jax import model as model_module  # noqa: E402
 from raygpt.engines.jax.attention import xla  # noqa: E402
-from raygpt.engines.jax.engine import JaxEngine, choose_compile, choose_precision  # noqa: E402
-from raygpt.engines.jax.model import GPT, Layers, dropout  # noqa: E402
-from raygpt.engines.jax.scaling import Scale  # noqa: E402
-from raygpt.engines.jax.spikes import Spikes  # noqa: E402
+from raygpt.engines.jax.devices import precision_on  # noqa: E402
+from raygpt.engines.jax.engine import JaxEngine, choose_compile  # noqa: E402
+from raygpt.engines.jax.layers import dropout  # noqa: E402
+from raygpt.engines.jax.model import GPT, Layers  # noqa: E402
+from raygpt.engines.jax.optimizer import Optimizer  # noqa: E402
+from raygpt.engines.jax.parameters import first_keys, first_values  # noqa: E402
 from raygpt.engines.jax.step import State, make_step  # noqa: E402
+from raygpt.models import describe, draws  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
 
 STEPS, ROWS, CONTEXT, VOCAB = 20, 12, 16, 100  # 12 rows in 8 or 24 places: some are padding
@@ -94,7 +97,7 @@ def one_device():
         state = engine.start()
         initial = jax.device_get(state.parameters)
         numbers, state = train(engine, state)
-        scores = engine.score(state, WINDOWS[0]), engine.grade(state, WINDOWS[0, :5, :9])
+        scores = engine.window_losses(state, WINDOWS[0]), engine.token_logprobs(state, WINDOWS[0, :5, :9])
         return initial, numbers, jax.device_get(state.parameters), *scores
 
 
@@ -112,7 +115,12 @@ def on_mesh(request):
             numbers, state = train(engine, jax.device_put(initial, places))
             trained[accumulation] = numbers, jax.device_get(state.parameters)
             assert jax.tree.map(lambda leaf: leaf.sharding, state) == places, "what is in shares stays in shares"
-        return initial.parameters, trained, engine.score(state, WINDOWS[0]), engine.grade(state, WINDOWS[0, :5, :9])
+        return (
+            initial.parameters,
+            trained,
+            engine.window_losses(state, WINDOWS[0]),
+            engine.token_logprobs(state, WINDOWS[0, :5, :9]),
+        )
 
 
 def test_parameters_begin_the_same_on_every_mesh_bit_for_bit(on_mesh, one_device):
@@ -175,10 +183,10 @@ for step in range(len(windows)):
     state, metrics = engine.step(state, engine.put(windows[step][engine.rows]))
     numbers.append([engine.read(metrics)[key] for key in ("loss", "grad_norm")])
 text = sample(engine, state, windows[0, :2, :3], 4, temperature=0.0).tolist()
-scores = engine.score(state, windows[0]).tolist()
+scores = engine.window_losses(state, windows[0]).tolist()
 weights = engine.gather(state)
 loaded = engine.gather(engine.load(weights))
-table, again = (w.parameters["transformer.wte.weight"][:4].tolist() for w in (weights, loaded))
+table, again = (w.parameters["tokens"][:4].tolist() for w in (weights, loaded))
 told = dict(rows=engine.rows, numbers=numbers, scores=scores, text=text, step=weights.step, table=table, again=again)
 print(json.dumps(told))
 """
@@ -207,7 +215,7 @@ def test_two_processes_share_the_rows_and_get_the_numbers_of_one_device(one_devi
         np.testing.assert_allclose(said["numbers"], one_device[1], rtol=1e-9)
         np.testing.assert_allclose(said["scores"], one_device[3], rtol=1e-9)
         assert said["step"] == STEPS
-        np.testing.assert_allclose(said["table"], one_device[2]["tokens"]["embedding"][:4], rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(said["table"], one_device[2]["tokens"][:4], rtol=1e-6, atol=1e-9)
         assert said["again"] == said["table"]
     assert np.shape(first["text"]) == (2, 4)
     assert first["text"] == second["text"]
@@ -218,11 +226,14 @@ def test_two_processes_share_the_rows_and_get_the_numbers_of_one_device(one_devi
 
 def plain_loss(model, parameters, windows):
     """The loss of each row by Optax on full logits, with dropout off, as precise as the parameters."""
-    dtype = parameters["tokens"]["embedding"].dtype
-    graph, _ = nnx.split(nnx.eval_shape(lambda: GPT(model, VOCAB, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))))
-    gpt = nnx.merge(graph, parameters)
-    logits = gpt(jnp.asarray(windows[:, :-1]), xla) @ gpt.table[:VOCAB].T
-    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(windows[:, 1:])).mean(1)
+    return plain_losses(model, parameters, windows).mean(1)
+
+
+def plain_losses(model, parameters, windows):
+    """Of each token."""
+    hidden = GPT(model, parameters["tokens"].dtype, xla)(parameters, jnp.asarray(windows[:, :-1]))
+    logits = hidden @ parameters["tokens"][:VOCAB].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(windows[:, 1:]))
 
 
 def test_an_accumulated_batchs_loss_and_gradient_are_those_of_the_plain_mean():
@@ -235,7 +246,7 @@ def test_five_rows_on_eight_devices_are_those_five_rows():
         engine = make_engine(MESHES["data=8"], accumulation=2, rows=5, precision="fp64", dropout=0.0)
         batch = engine.put(WINDOWS[0, :5])
         assert batch.inputs.shape == (2, 8, CONTEXT)
-        assert np.asarray(batch.weights).ravel().tolist() == [1] * 5 + [0] * 11
+        assert np.asarray(batch.weights).reshape(16, CONTEXT).tolist() == [[1] * CONTEXT] * 5 + [[0] * CONTEXT] * 11
         assert_plain_mean(engine, WINDOWS[0, :5])
 
 
@@ -248,11 +259,32 @@ def assert_plain_mean(engine, windows):
     assert_same(gradients, right, rtol=1e-6, atol=1e-12)
 
 
-def sgd_step(engine, parameters, windows):
+@pytest.mark.parametrize("mesh", [None, "data=2,fsdp=2,tensor=2", "data=4,context=2"])
+def test_tokens_count_by_their_weights(mesh):
+    weights = np.random.default_rng(2).integers(0, 3, (ROWS, CONTEXT)).astype(float)  # a third counts for nothing
+    with jax.enable_x64(True):
+        engine = make_engine(MESHES.get(mesh), accumulation=2, precision="fp64", dropout=0.0)
+        parameters = jax.device_get(engine.start().parameters)
+        loss, gradients = sgd_step(engine, parameters, WINDOWS[0], weights)
+        mean = lambda p: (plain_losses(engine.recipe.model, p, WINDOWS[0]) * weights).sum() / weights.sum()  # noqa: E731
+        expected, right = jax.jit(jax.value_and_grad(mean))(parameters)
+        assert loss == pytest.approx(float(expected), rel=1e-12)
+        assert_same(gradients, right, rtol=1e-6, atol=1e-12)
+
+
+def test_a_batch_in_which_no_token_counts_changes_nothing_but_what_decays():
+    engine = make_engine(dropout=0.0)
+    state, metrics = engine.step(engine.start(), engine.put(WINDOWS[0], np.zeros((ROWS, CONTEXT))))
+    assert (engine.read(metrics)["loss"], engine.read(metrics)["grad_norm"]) == (0.0, 0.0)
+    np.testing.assert_array_equal(state.parameters["norm.gain"], np.ones(32))
+
+
+def sgd_step(engine, parameters, windows, weights=None):
     """Loss, and the gradient as what a step with rate 1 takes off."""
-    step = make_step(engine.recipe, engine._losses, optax.identity(), optax.constant_schedule(1.0))
-    state = State(parameters, optax.EmptyState(), jnp.zeros((), jnp.int32), Scale.first(), Spikes.first())
-    after, metrics = jax.jit(step)(state, engine.put(windows))
+    plain = Optimizer(lambda parameters: {}, lambda gradients, parameters, slots, updates: (gradients, slots))
+    step = make_step(engine.recipe, engine._losses, plain, optax.constant_schedule(1.0))
+    state = State(parameters, {}, *engine._counters(0))
+    after, metrics = jax.jit(step)(state, engine.put(windows, weights))
     gradients = jax.tree.map(jnp.subtract, parameters, after.parameters)
     assert float(metrics.grad_norm) == pytest.approx(float(optax.tree.norm(gradients)), rel=1e-3)
     return float(metrics.loss), gradients
@@ -262,7 +294,9 @@ def test_scores_are_the_plain_mean_over_each_rows_tokens():
     engine = make_engine(dropout=0.5)  # which a score has none of
     state = engine.start()
     np.testing.assert_allclose(
-        engine.score(state, WINDOWS[0]), plain_loss(engine.recipe.model, state.parameters, WINDOWS[0]), rtol=1e-5
+        engine.window_losses(state, WINDOWS[0]),
+        plain_loss(engine.recipe.model, state.parameters, WINDOWS[0]),
+        rtol=1e-5,
     )
 
 
@@ -283,17 +317,19 @@ def test_bf16_computes_but_parameters_optimizer_and_losses_are_fp32():
     engine = make_engine(precision="bf16")
     state = engine.start()
     np.testing.assert_allclose(
-        engine.score(state, WINDOWS[0]), plain_loss(engine.recipe.model, state.parameters, WINDOWS[0]), rtol=2e-3
+        engine.window_losses(state, WINDOWS[0]),
+        plain_loss(engine.recipe.model, state.parameters, WINDOWS[0]),
+        rtol=2e-3,
     )
     floats = {jnp.dtype(jnp.float32)}
-    assert {leaf.dtype for leaf in jax.tree.leaves((state.parameters, state.optimizer)) if leaf.ndim} == floats
+    assert {leaf.dtype for leaf in jax.tree.leaves((state.parameters, state.slots)) if leaf.ndim} == floats
     for step in range(3):
         assert int(state.step) == step
         state, metrics = engine.step(state, engine.put(WINDOWS[step]))
         assert {metric.dtype for metric in metrics} == floats
         assert engine.read(metrics)["lr"] == pytest.approx(0.001 * (step + 1) / 6, rel=1e-6)  # 5 steps of warm-up
-    assert {leaf.dtype for leaf in jax.tree.leaves((state.parameters, state.optimizer)) if leaf.ndim} == floats
-    scores = engine.score(state, WINDOWS[0])
+    assert {leaf.dtype for leaf in jax.tree.leaves((state.parameters, state.slots)) if leaf.ndim} == floats
+    scores = engine.window_losses(state, WINDOWS[0])
     assert scores.dtype == np.float32
     assert len(set(scores.tolist())) == ROWS  # bf16 would tell numbers around 4.6 apart in steps of 0.03
 
@@ -304,11 +340,11 @@ def test_bf16_computes_but_parameters_optimizer_and_losses_are_fp32():
 def test_parameters_and_optimizer_of_an_fsdp_run_are_born_in_shares():
     engine = make_engine(MESHES["fsdp=8"])
     state = engine.start()
-    matrices = [leaf for leaf in jax.tree.leaves((state.parameters, state.optimizer)) if leaf.size >= 512]
-    assert len(matrices) == 3 * 6  # two tables and four kernels, and AdamW's two averages of each
+    matrices = [leaf for leaf in jax.tree.leaves((state.parameters, state.slots)) if leaf.size >= 512]
+    assert len(matrices) == 3 * 8  # two tables and six kernels, and AdamW's two averages of each
     for leaf in matrices:
         assert [shard.data.size for shard in leaf.addressable_shards] == [leaf.size // 8] * 8
-    compiled = jax.jit(engine._initial, out_shardings=engine._shardings).lower().compile().as_text()
+    compiled = jax.jit(engine._initial, out_shardings=engine._shardings).lower(engine._first_keys).compile().as_text()
     for leaf in matrices:
         assert f"f32[{','.join(map(str, leaf.shape))}]" not in compiled, "no device ever holds the whole"
 
@@ -324,7 +360,7 @@ def test_no_device_holds_the_whole_batchs_activations_on_fsdp_and_tensor():
 
 @pytest.mark.parametrize("mesh", ["data=8", "data=2,fsdp=2,tensor=2", "fsdp=2,tensor=2,context=2"])
 def test_the_tables_gradient_is_exchanged_after_the_last_chunk_of_logits(mesh, monkeypatch):
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 2**12)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**12)
     engine = JaxEngine(recipe(MESHES[mesh]), vocab=1000)
     compiled = engine._step.lower(engine.start(), engine.put(WINDOWS[0])).compile().as_text()
     assert re.search(r"jvp\(\)/while/body/closed_call/rctv,rctd->rcvd", compiled), "in chunks"
@@ -368,19 +404,20 @@ def test_without_a_rate_or_keys_nothing_is_dropped():
 
 def test_the_embedding_and_both_branches_of_each_layer_drop_each_by_a_mask_of_its_own(monkeypatch):
     sites = []
-    monkeypatch.setattr(model_module, "dropout", lambda x, keys, site, rate: sites.append((int(site), rate)) or x)
-    sizes = Model(layers=3, heads=2, width=8, context=4, dropout=0.25)
-    gpt = GPT(sizes, VOCAB, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-    gpt(jnp.zeros((1, 4), jnp.int32), xla, keys_of([0]), layers=Layers(scanned=False))
+    for module in (model_module, layers_module):
+        monkeypatch.setattr(module, "dropout", lambda x, keys, site, rate: sites.append((int(site), rate)) or x)
+    model = Model(layers=3, heads=2, width=8, context=4, dropout=0.25)
+    gpt = GPT(model, jnp.float32, xla, Layers(scanned=False))
+    gpt(first(model), jnp.zeros((1, 4), jnp.int32), keys_of([0]))
     assert sites == [(site, 0.25) for site in range(7)]
 
 
 def test_scanned_and_unrolled_layers_drop_the_same():
-    sizes = Model(layers=3, heads=2, width=8, context=4, dropout=0.5)
-    gpt = GPT(sizes, VOCAB, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-    ids, keys = jnp.arange(8).reshape(2, 4), keys_of([0, 1])
-    np.testing.assert_allclose(gpt(ids, xla, keys), gpt(ids, xla, keys, layers=Layers(scanned=False)), atol=1e-6)
-    assert not np.allclose(gpt(ids, xla, keys), gpt(ids, xla), atol=1e-2)
+    model = Model(layers=3, heads=2, width=8, context=4, dropout=0.5)
+    parameters, ids, keys = first(model), jnp.arange(8).reshape(2, 4), keys_of([0, 1])
+    scanned, unrolled = (GPT(model, jnp.float32, xla, Layers(scanned)) for scanned in (True, False))
+    np.testing.assert_allclose(scanned(parameters, ids, keys), unrolled(parameters, ids, keys), atol=1e-6)
+    assert not np.allclose(scanned(parameters, ids, keys), scanned(parameters, ids), atol=1e-2)
 
 
 def test_masks_change_with_step_and_row():
@@ -403,62 +440,76 @@ def test_masks_change_with_step_and_row():
 SIZES = {"layers": 8, "heads": 4, "width": 64, "context": 32, "tied_head": False}
 
 
+def first(model, vocab=VOCAB, seed=0):
+    """Parameters before the first step."""
+    description = describe(model, vocab)
+    return jax.jit(lambda keys: first_values(description, keys, jnp.float32))(first_keys(description, seed))
+
+
 @cache
 def initial(init):
-    """Parameters before the first step, as NumPy arrays."""
-    make = lambda: GPT(Model(init=init, **SIZES), 512, dtype=None, param_dtype=jnp.float32, rngs=nnx.Rngs(0))  # noqa: E731
-    return jax.device_get(jax.jit(lambda: nnx.to_pure_dict(nnx.split(make())[1]))())
+    """The same as NumPy arrays."""
+    return jax.device_get(first(Model(init=init, **SIZES), 512))
+
+
+def test_they_are_what_the_description_draws_for_each_index():
+    model = Model(layers=3, heads=2, width=64, context=16, tied_head=False, init="xavier")
+    found, description = first(model, 300, seed=7), describe(model, 300)
+    for name in ("tokens", "blocks.out.kernel", "head"):
+        parameter = description.by_name[name]
+        for layer, key in enumerate(draws.keys(parameter, 7, 3)):
+            shape = description.own_shape(parameter)
+            index = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+            right = draws.draw(parameter.first, index, tuple(key), np)
+            ours = found[name][layer] if parameter.is_stacked else found[name][:300]
+            exact = {"rtol": 0} if parameter.first.kind == "uniform" else {"atol": 1e-7, "rtol": 1e-6}
+            np.testing.assert_allclose(ours, right, **exact, err_msg=name)
+    assert not found["tokens"][300:].any(), "padding is zero"
 
 
 def test_gpt2s_initialisation_is_normal_with_smaller_residual_projections():
     tree = initial("gpt2")
-    blocks = tree["blocks"]
-    tables = [tree[name]["embedding"] for name in ("tokens", "positions", "head")]
-    for values in [*tables, blocks["qkv"]["kernel"], blocks["up"]["kernel"]]:
+    kernels = [f"blocks.{name}.kernel" for name in ("query", "key", "value", "up")]
+    for values in [tree[name] for name in ("tokens", "positions", "head", *kernels)]:
         assert values.std() == pytest.approx(0.02, rel=4 / np.sqrt(2 * values.size))
         assert abs(values.mean()) < 6 * 0.02 / np.sqrt(values.size)
         assert np.abs(values).max() > 3 * 0.02  # a normal has tails
     for name in ("out", "down"):
-        assert blocks[name]["kernel"].std() == pytest.approx(0.02 / 4, rel=0.03)  # sqrt(2 · 8)
-    layers = blocks["up"]["kernel"]
+        assert tree[f"blocks.{name}.kernel"].std() == pytest.approx(0.02 / 4, rel=0.03)  # sqrt(2 · 8)
+    layers = tree["blocks.up.kernel"]
     assert all(np.abs(layers[0] - layers[layer]).max() > 0.01 for layer in range(1, 8)), "each layer has its own"
 
 
 def test_xaviers_limits_are_those_of_the_matrices_that_the_tutorial_has():
-    tree = initial("xavier")
-    blocks, width, hidden = tree["blocks"], 64, 256
+    tree, width, hidden = initial("xavier"), 64, 256
     square = np.sqrt(6 / (width + width))  # Q, K and V are each a matrix from width to width, and so is the way back
-    for values, limit in [
-        *((blocks["qkv"]["kernel"][:, :, part], square) for part in range(3)),
-        (blocks["out"]["kernel"], square),
-        (blocks["up"]["kernel"], np.sqrt(6 / (width + hidden))),
-        (blocks["down"]["kernel"], np.sqrt(6 / (width + hidden))),
-        (tree["head"]["embedding"], np.sqrt(6 / (512 + width))),
+    for name, limit in [
+        *((f"blocks.{name}.kernel", square) for name in ("query", "key", "value", "out")),
+        ("blocks.up.kernel", np.sqrt(6 / (width + hidden))),
+        ("blocks.down.kernel", np.sqrt(6 / (width + hidden))),
+        ("head", np.sqrt(6 / (512 + width))),
     ]:
+        values = tree[name]
         assert 0.99 * limit < np.abs(values).max() <= limit
         assert values.std() == pytest.approx(limit / np.sqrt(3), rel=0.03)  # uniform
 
 
-@pytest.mark.parametrize(("name", "rows"), [("tokens", 512), ("positions", 32)])
-def test_beside_xaviers_kernels_embeddings_are_what_flax_makes_them(name, rows):
-    values = initial("xavier")[name]["embedding"]
-    flax = np.asarray(nnx.Embed(rows, 64, rngs=nnx.Rngs(1)).embedding[...])
-    assert values.shape == flax.shape
-    for ours in (values, flax):
-        assert ours.std() == pytest.approx(64**-0.5, rel=4 / np.sqrt(2 * ours.size))
-        assert np.abs(ours).max() > 3 * 64**-0.5  # normal: a uniform one ends at 1.7
+@pytest.mark.parametrize("name", ["tokens", "positions"])
+def test_beside_xaviers_kernels_embeddings_are_normal_with_a_variance_of_one_over_the_width(name):
+    values = initial("xavier")[name]
+    assert values.std() == pytest.approx(64**-0.5, rel=4 / np.sqrt(2 * values.size))
+    assert np.abs(values).max() > 3 * 64**-0.5  # normal: a uniform one ends at 1.7
 
 
 @pytest.mark.parametrize("init", ["gpt2", "xavier"])
 def test_biases_begin_at_zero_and_norms_at_one(init):
-    leaves = jax.tree_util.tree_leaves_with_path(initial(init))
-    vectors = {".".join(part.key for part in path): leaf for path, leaf in leaves}
+    vectors = initial(init)
     biases = {name: leaf for name, leaf in vectors.items() if name.endswith("bias")}
-    scales = {name: leaf for name, leaf in vectors.items() if name.endswith("scale")}
-    assert len(biases) == 7  # qkv, out, up, down, two norms, the last norm
-    assert len(scales) == 3
+    gains = {name: leaf for name, leaf in vectors.items() if name.endswith("gain")}
+    assert len(biases) == 9  # query, key, value, out, up, down, two norms, the last norm
+    assert len(gains) == 3
     assert not any(leaf.any() for leaf in biases.values())
-    assert all((leaf == 1).all() for leaf in scales.values())
+    assert all((leaf == 1).all() for leaf in gains.values())
 
 
 def test_without_biases_there_are_none():
@@ -471,8 +522,7 @@ def test_another_seed_is_another_model(one_device):
         seeded = recipe().model_copy(update={"training": Training(seed=1, batch_tokens=ROWS * CONTEXT)})
         other = JaxEngine(seeded, VOCAB, precision="fp64", devices=jax.devices()[:1]).start()
     for name in ("tokens", "positions"):
-        one = one_device[0][name]["embedding"]
-        assert np.abs(one - np.asarray(other.parameters[name]["embedding"])).max() > 0.02
+        assert np.abs(one_device[0][name] - np.asarray(other.parameters[name])).max() > 0.02
 
 
 # What it says of itself
@@ -496,7 +546,7 @@ class Device:
     ],
 )
 def test_precision_is_the_recipes_or_the_devices_best(wanted, device, chosen):
-    assert choose_precision(wanted, device) == chosen
+    assert precision_on(device, wanted) == chosen
 
 
 @pytest.mark.parametrize(

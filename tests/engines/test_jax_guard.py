@@ -7,9 +7,9 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 
-from raygpt.engines.jax import scaling  # noqa: E402
+from raygpt.engines import loss_scale  # noqa: E402
 from raygpt.engines.jax.engine import JaxEngine  # noqa: E402
-from raygpt.engines.jax.scaling import Scale  # noqa: E402
+from raygpt.engines.loss_scale import LossScale  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
 
 ROWS, CONTEXT, VOCAB = 4, 8, 50
@@ -73,7 +73,7 @@ def test_after_a_step_that_was_left_out_the_rate_is_that_of_the_steps_number():
     state, metrics = take(engine, state, 1)
     assert metrics["lr"] == pytest.approx(0.001 * 2 / 11, rel=1e-6)
     # AdamW's first step is the rate times the gradient's sign, wherever nothing decays
-    moved = np.abs(before["norm"]["bias"] - np.asarray(state.parameters["norm"]["bias"]))
+    moved = np.abs(before["norm.bias"] - np.asarray(state.parameters["norm.bias"]))
     np.testing.assert_allclose(moved, 0.001 * 2 / 11, rtol=1e-3)
 
 
@@ -83,7 +83,7 @@ def test_stop_reports_and_leaves_out_nothing():
     assert np.isnan(metrics["loss"])
     assert np.isnan(metrics["grad_norm"])
     assert metrics["skipped"] == 0.0
-    assert np.isnan(state.parameters["norm"]["scale"]).all()
+    assert np.isnan(state.parameters["norm.gain"]).all()
 
 
 # fp16
@@ -108,7 +108,7 @@ def test_fp16_halves_its_scale_until_gradients_are_finite_and_then_learns():
     assert metrics["loss"] == pytest.approx(right["loss"], rel=1e-3)
     assert metrics["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-2)
     moved, should = (jax.tree.map(np.subtract, jax.device_get(s.parameters), initial) for s in (state, expected))
-    assert np.corrcoef(moved["tokens"]["embedding"].ravel(), should["tokens"]["embedding"].ravel())[0, 1] > 0.99
+    assert np.corrcoef(moved["tokens"].ravel(), should["tokens"].ravel())[0, 1] > 0.99
 
 
 def test_gradients_too_small_for_fp16_are_saved_by_the_scale():
@@ -123,12 +123,12 @@ def test_gradients_too_small_for_fp16_are_saved_by_the_scale():
 
 
 def test_a_scale_doubles_after_enough_good_steps_and_begins_to_count_again(monkeypatch):
-    monkeypatch.setattr(scaling, "PATIENCE", 3)
-    scale = Scale.first()
+    monkeypatch.setattr(loss_scale, "GROWTH_STEPS", 3)
+    scale = LossScale(jnp.float32(1.0), jnp.int32(0))
     seen = []
     for finite in (True, True, False, True, True, True, True, True, True, False):
-        scale = scale.after(jnp.asarray(finite))
-        seen.append((float(scale.factor) / scaling.FIRST, int(scale.good_steps)))
+        scale = scale.after(jnp.asarray(finite), jnp)
+        seen.append((float(scale.factor), int(scale.good_steps)))
     assert seen == [(1, 1), (1, 2), (0.5, 0), (0.5, 1), (0.5, 2), (1, 0), (1, 1), (1, 2), (2, 0), (1, 0)]
 
 
@@ -145,7 +145,7 @@ def test_other_precisions_know_no_scale():
 
 def test_a_checkpoint_holds_the_scale(tmp_path):
     engine = make_engine(precision="fp16")
-    state = engine.start()._replace(scale=Scale(jnp.float32(2.0**-3), jnp.int32(17)))
+    state = engine.start()._replace(scale=LossScale(jnp.float32(2.0**-3), jnp.int32(17)))
     engine.save(state, str(tmp_path / "state"))
     engine.wait_for_save()
     assert_equal(engine.restore(str(tmp_path / "state")).scale, (2.0**-3, 17))

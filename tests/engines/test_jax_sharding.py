@@ -6,11 +6,14 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
-import optax  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from raygpt.engines.jax.sharding import make_mesh, parameter_shardings  # noqa: E402
+from raygpt.config import Model  # noqa: E402
+from raygpt.engines.jax.optimizer import make_optimizer  # noqa: E402
+from raygpt.engines.jax.sharding import make_mesh, state_shardings  # noqa: E402
 from raygpt.errors import RaygptError  # noqa: E402
+from raygpt.models import describe  # noqa: E402
+from raygpt.recipes import load_recipe  # noqa: E402
 
 
 def sizes(data=-1, fsdp=1, tensor=1, context=1):
@@ -76,23 +79,11 @@ def test_on_a_tpu_neighbours_on_the_mesh_are_neighbours_on_the_chips_grid():
     assert make_mesh(sizes(data=1, fsdp=8, tensor=2), chips).devices.shape == (1, 8, 2, 1)
 
 
-def parameters(vocab=128, context=16, width=32, heads=4, layers=2):
-    """Shapes as the model has them."""
-    size = width // heads
-    kernel = lambda *shape: jax.ShapeDtypeStruct((layers, *shape), jnp.float32)  # noqa: E731
-    return {
-        "tokens": {"embedding": jax.ShapeDtypeStruct((vocab, width), jnp.float32)},
-        "positions": {"embedding": jax.ShapeDtypeStruct((context, width), jnp.float32)},
-        "blocks": {
-            "norm1": {"scale": kernel(width), "bias": kernel(width)},
-            "qkv": {"kernel": kernel(width, 3, heads, size), "bias": kernel(3, heads, size)},
-            "out": {"kernel": kernel(heads, size, width), "bias": kernel(width)},
-            "up": {"kernel": kernel(width, 4 * width), "bias": kernel(4 * width)},
-            "down": {"kernel": kernel(4 * width, width), "bias": kernel(width)},
-        },
-        "norm": {"scale": jax.ShapeDtypeStruct((width,), jnp.float32)},
-        "head": {"embedding": jax.ShapeDtypeStruct((vocab, width), jnp.float32)},
-    }
+def shapes(vocab=128, context=16, width=32, heads=4, layers=2):
+    """A model's description, and the shapes of its parameters."""
+    model = Model(layers=layers, heads=heads, width=width, context=context, tied_head=False)
+    found = describe(model, vocab)
+    return found, {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in found.shapes.items()}
 
 
 def share(placed, shape):
@@ -102,57 +93,44 @@ def share(placed, shape):
 
 def test_matrices_are_cut_along_fsdp_and_tensor_and_vectors_of_the_width_are_everywhere():
     mesh = make_mesh(sizes(data=2, fsdp=2, tensor=2))
-    tree = parameters()
-    shares = jax.tree.map(share, parameter_shardings(mesh, tree), tree)
-    assert shares["tokens"]["embedding"] == shares["head"]["embedding"] == (64, 16)
-    assert shares["positions"]["embedding"] == (16, 16)
-    blocks = shares["blocks"]
-    assert blocks["qkv"] == {"kernel": (2, 16, 3, 2, 8), "bias": (2, 3, 2, 8)}
-    assert blocks["out"] == {"kernel": (2, 2, 8, 16), "bias": (2, 32)}
-    assert blocks["up"] == {"kernel": (2, 16, 64), "bias": (2, 64)}
-    assert blocks["down"] == {"kernel": (2, 64, 16), "bias": (2, 32)}
-    assert blocks["norm1"] == {"scale": (2, 32), "bias": (2, 32)}
-    assert shares["norm"]["scale"] == (32,)
+    description, tree = shapes()
+    shares = jax.tree.map(share, state_shardings(mesh, description, tree), tree)
+    assert shares["tokens"] == shares["head"] == (64, 16)
+    assert shares["positions"] == (16, 16)
+    for name in ("query", "key", "value"):
+        assert (shares[f"blocks.{name}.kernel"], shares[f"blocks.{name}.bias"]) == ((2, 16, 2, 8), (2, 2, 8))
+    assert (shares["blocks.out.kernel"], shares["blocks.out.bias"]) == ((2, 2, 8, 16), (2, 32))
+    assert (shares["blocks.up.kernel"], shares["blocks.up.bias"]) == ((2, 16, 64), (2, 64))
+    assert (shares["blocks.down.kernel"], shares["blocks.down.bias"]) == ((2, 64, 16), (2, 32))
+    assert (shares["blocks.norm1.gain"], shares["blocks.norm1.bias"]) == ((2, 32), (2, 32))
+    assert shares["norm.gain"] == (32,)
 
 
 def test_a_dimension_that_an_axis_does_not_divide_is_not_cut():
     mesh = make_mesh(sizes(data=1, fsdp=8))
-    tree = parameters(width=36)  # 36 / 8 is not whole
-    shares = jax.tree.map(share, parameter_shardings(mesh, tree), tree)
+    description, tree = shapes(width=36)  # 36 / 8 is not whole
+    shares = jax.tree.map(share, state_shardings(mesh, description, tree), tree)
     assert shares == jax.tree.map(lambda shape: shape.shape, tree)
     heads = make_mesh(sizes(data=1, fsdp=2, tensor=4))
-    placed = parameter_shardings(heads, parameters(width=36, heads=6))
-    assert placed["blocks"]["qkv"]["kernel"].spec == P(None, "fsdp", None, None, None)  # 6 heads, 4 devices
-    assert placed["blocks"]["up"]["kernel"].spec == P(None, "fsdp", "tensor")
+    placed = state_shardings(heads, *shapes(width=36, heads=6))
+    assert placed["blocks.query.kernel"].spec == P(None, "fsdp", None, None)  # 6 heads, 4 devices
+    assert placed["blocks.up.kernel"].spec == P(None, "fsdp", "tensor")
 
 
-@pytest.mark.parametrize("clip", [True, False])
-def test_the_optimizers_averages_lie_where_their_parameters_lie(clip):
+def test_what_the_optimizer_remembers_lies_where_its_parameters_lie():
     mesh = make_mesh(sizes(data=2, fsdp=2, tensor=2))
-    tree = parameters()
-    adamw = optax.adamw(optax.constant_schedule(1e-3), mask=lambda tree: jax.tree.map(lambda _: True, tree))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw) if clip else adamw
-    state = jax.eval_shape(optimizer.init, tree)
-    expected = parameter_shardings(mesh, tree)
-    placed = parameter_shardings(mesh, state)
-    averages = [part for part in jax.tree.leaves(placed, is_leaf=is_adam) if is_adam(part)]
-    assert len(averages) == 1
-    assert averages[0].mu == averages[0].nu == expected
-    counts = [
-        spec for spec, shape in zip(jax.tree.leaves(placed), jax.tree.leaves(state), strict=True) if not shape.shape
-    ]
-    assert counts
-    assert all(spec.spec == P() for spec in counts)
-
-
-def is_adam(part):
-    return isinstance(part, optax.ScaleByAdamState)
+    description, tree = shapes()
+    slots = jax.eval_shape(make_optimizer(load_recipe("tiny"), description).init, tree)
+    expected = state_shardings(mesh, description, tree)
+    placed = state_shardings(mesh, description, {"slots": slots, "step": jax.ShapeDtypeStruct((), jnp.int32)})
+    assert placed["slots"] == {"means": expected, "squares": expected}
+    assert placed["step"].spec == P()
 
 
 def test_arrays_put_on_a_mesh_come_back_whole():
     mesh = make_mesh(sizes(data=2, fsdp=2, tensor=2))
-    kernel = np.arange(2 * 32 * 3 * 4 * 8, dtype=np.float32).reshape(2, 32, 3, 4, 8)
-    tree = {"blocks": {"qkv": {"kernel": kernel}}}
-    placed = jax.device_put(tree, parameter_shardings(mesh, tree))["blocks"]["qkv"]["kernel"]
+    kernel = np.arange(2 * 32 * 4 * 8, dtype=np.float32).reshape(2, 32, 4, 8)
+    tree = {"blocks.query.kernel": kernel}
+    placed = jax.device_put(tree, state_shardings(mesh, shapes()[0], tree))["blocks.query.kernel"]
     np.testing.assert_array_equal(placed, kernel)
-    assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 16, 3, 2, 8)}
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 16, 2, 8)}

@@ -1,11 +1,9 @@
-"""A state as plain arrays under Hugging Face's names: gathered, loaded, and read from a checkpoint."""
+"""A state as plain arrays under our names: gathered, loaded, and read from a checkpoint."""
 
 import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax")
-
-import optax  # noqa: E402
 
 from raygpt.engines.base import Weights  # noqa: E402
 from raygpt.engines.jax.checkpoint import read_weights  # noqa: E402
@@ -54,8 +52,9 @@ def trained():
 
 def assert_equal(weights, expected):
     assert weights.step == expected.step
+    assert weights.slots.keys() == expected.slots.keys() == {"means", "squares"}
     for kind in ("parameters", "means", "squares"):
-        ours, theirs = getattr(weights, kind), getattr(expected, kind)
+        ours, theirs = ({"parameters": w.parameters, **w.slots}[kind] for w in (weights, expected))
         assert ours.keys() == theirs.keys()
         for name in theirs:
             np.testing.assert_array_equal(ours[name], theirs[name], err_msg=f"{kind} {name}")
@@ -64,16 +63,17 @@ def assert_equal(weights, expected):
 def test_a_gathered_state_has_every_array_whole_and_by_its_name(trained):
     _, state, weights, _ = trained
     assert weights.step == 2
-    adam = next(part for part in state.optimizer if isinstance(part, optax.ScaleByAdamState))
-    for arrays, tree in ((weights.parameters, state.parameters), (weights.means, adam.mu), (weights.squares, adam.nu)):
-        assert len(arrays) == 12 * LAYERS + 4
+    pairs = [(weights.parameters, state.parameters)]
+    pairs += [(weights.slots[name], state.slots[name]) for name in ("means", "squares")]
+    for arrays, tree in pairs:
+        assert len(arrays) == 16 + 4  # two norms and six linear layers, each with a bias; two tables and a norm
         assert {type(array) for array in arrays.values()} == {np.ndarray}
-        np.testing.assert_array_equal(arrays["transformer.wte.weight"], tree["tokens"]["embedding"][:VOCAB])
-        kernel = np.asarray(tree["blocks"]["qkv"]["kernel"])  # [layers, width, 3, heads, head_dim]
-        np.testing.assert_array_equal(arrays["transformer.h.1.attn.c_attn.weight"], kernel[1].reshape(WIDTH, 3 * WIDTH))
-        np.testing.assert_array_equal(arrays["transformer.ln_f.bias"], tree["norm"]["bias"])
-    assert all(array.any() for array in weights.means.values())
-    assert all((array >= 0).all() for array in weights.squares.values())
+        np.testing.assert_array_equal(arrays["tokens"], tree["tokens"][:VOCAB])
+        assert arrays["blocks.query.kernel"].shape == (LAYERS, WIDTH, HEADS, WIDTH // HEADS)
+        np.testing.assert_array_equal(arrays["blocks.query.kernel"], tree["blocks.query.kernel"])
+        np.testing.assert_array_equal(arrays["norm.bias"], tree["norm.bias"])
+    assert all(array.any() for array in weights.slots["means"].values())
+    assert all((array >= 0).all() for array in weights.slots["squares"].values())
 
 
 @pytest.mark.parametrize("mesh", [None, {"data": 1, "fsdp": 8}], ids=["one device", "fsdp=8"])
@@ -91,9 +91,7 @@ def test_averages_that_are_not_given_are_zero_as_before_step_0(trained):
     start = engine.start()
     state = engine.load(Weights(engine.gather(start).parameters))
     jax.tree.map(np.testing.assert_array_equal, state, start._replace(parameters=state.parameters))
-    np.testing.assert_array_equal(
-        state.parameters["tokens"]["embedding"][:VOCAB], start.parameters["tokens"]["embedding"][:VOCAB]
-    )
+    np.testing.assert_array_equal(state.parameters["tokens"], start.parameters["tokens"])
     assert train(engine, state, WINDOWS[:2])[1] == train(engine, start, WINDOWS[:2])[1]
 
 
@@ -105,8 +103,8 @@ def test_a_checkpoint_is_read_without_the_mesh_that_wrote_it(tmp_path, mesh):
     engine.wait_for_save()
     weights = read_weights(str(tmp_path / "state"), engine.recipe.model, VOCAB)
     assert_equal(weights, engine.gather(state))
-    assert weights.parameters["lm_head.weight"].shape == (VOCAB, WIDTH)
-    assert {type(array) for array in weights.means.values()} == {np.ndarray}
+    assert weights.parameters["head"].shape == (VOCAB, WIDTH)
+    assert {type(array) for array in weights.slots["means"].values()} == {np.ndarray}
 
 
 def test_a_save_holds_the_state_that_it_was_begun_with_while_training_goes_on(tmp_path):

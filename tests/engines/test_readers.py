@@ -9,8 +9,10 @@ from reference import hugging_face
 
 from raygpt.config import Model
 from raygpt.engines import engine_of, read_parameters
-from raygpt.engines.base import bucket
+from raygpt.engines.padding import bucket
 from raygpt.engines.torch.reader import linear, product
+from raygpt.interop.gpt2 import from_hugging_face
+from raygpt.models import describe
 from raygpt.recipes import load_recipe
 
 VOCAB, CONTEXT = 100, 24
@@ -31,7 +33,7 @@ def reference():
 def opened(engine, reference):
     reader = import_module(f"raygpt.engines.{engine}.reader").Reader(MODEL, VOCAB)
     arrays = {name: tensor.numpy() for name, tensor in reference.state_dict().items()}
-    return reader, reader.load(arrays)
+    return reader, reader.load(from_hugging_face(arrays, describe(MODEL, VOCAB)))
 
 
 def tokens(rows, time):
@@ -62,13 +64,24 @@ def test_each_token_is_read_after_those_before_it(opened, reference):
         np.testing.assert_allclose(found, expected[:, place], atol=2e-4)
 
 
+def test_each_row_may_be_at_a_position_of_its_own(opened, reference):
+    reader, state = opened
+    ids, starts = tokens(3, 12), np.array([5, 2, 9], dtype=np.int32)
+    expected = logits(reference, ids)
+    _, cache = reader.prefill(state, ids[:, :9])  # what lies behind a row's start is overwritten or not looked at
+    for ahead in range(3):
+        at = starts + ahead
+        found, cache = reader.decode(state, ids[np.arange(3), at][:, None], at, cache)
+        np.testing.assert_allclose(found, expected[np.arange(3), at], atol=2e-4)
+
+
 @pytest.mark.parametrize(("rows", "time"), [(3, 7), (2, CONTEXT)])
 def test_every_token_gets_its_log_probability_and_whether_it_is_the_likeliest(opened, reference, rows, time):
     reader, state = opened
     windows = tokens(rows, time + 1)
     expected = logits(reference, windows[:, :-1])
     windows[0, 3] = expected[0, 2].argmax()  # one that hits; those after it are compared no further
-    logs, hits = reader.grade(state, windows)
+    logs, hits = reader.token_logprobs(state, windows)
     assert logs.shape == hits.shape == (rows, time)
     assert hits[0, 2]
     normal = expected - np.log(np.exp(expected).sum(-1, keepdims=True))
@@ -113,14 +126,25 @@ def test_parameters_are_read_without_the_optimizer(engine, tmp_path):
         np.testing.assert_array_equal(found[name], array)
 
 
-def test_an_engine_in_training_grades_as_its_reader_does(engine):
+def test_an_engine_in_training_scores_tokens_as_its_reader_does(engine):
     trained = engine_of(engine).Engine(recipe(engine), VOCAB)
     state, windows = trained.start(), tokens(3, 8)
     reader = import_module(f"raygpt.engines.{engine}.reader").Reader(recipe(engine).model, VOCAB)
-    expected = reader.grade(reader.load(trained.gather(state).parameters), windows)
-    logs, hits = trained.grade(state, windows)
+    expected = reader.token_logprobs(reader.load(trained.gather(state).parameters), windows)
+    logs, hits = trained.token_logprobs(state, windows)
     np.testing.assert_allclose(logs, expected[0], atol=1e-5)
     np.testing.assert_array_equal(hits, expected[1])
+
+
+def test_an_engine_in_training_decodes_rows_at_positions_of_their_own(engine):
+    trained = engine_of(engine).Engine(recipe(engine), VOCAB)
+    state, ids, starts = trained.start(), tokens(3, 12), np.array([5, 2, 9], dtype=np.int32)
+    _, cache = trained.prefill(state, ids[:, :9])
+    found, _ = trained.decode(state, ids[np.arange(3), starts][:, None], starts, cache)
+    for row, start in enumerate(starts):
+        _, cache = trained.prefill(state, ids[row : row + 1, :start])
+        expected, _ = trained.decode(state, ids[row : row + 1, start : start + 1], int(start), cache)
+        np.testing.assert_allclose(found[row], expected[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 17])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from raygpt.engines.base import SPIKE_MEMORY, SPIKE_STEPS
+from raygpt.engines.spikes import SPIKE_MEMORY, SPIKE_STEPS, Spikes
 from raygpt.recipes import load_recipe
 
 SIGMAS = 6.0
@@ -24,32 +24,16 @@ def expected(values):
     return mean, variance
 
 
-class InJax:
-    def __init__(self):
-        import jax.numpy as jnp
+class Looking:
+    """Spikes on a library's arrays."""
 
-        from raygpt.engines.jax.spikes import Spikes
-
-        self.state, self._array = Spikes.first(), jnp.asarray
-
-    def look(self, loss, norm):
-        is_spike, self.state = self.state.look(self._array(loss), self._array(norm), SIGMAS)
-        return bool(is_spike)
-
-    @property
-    def usual(self):
-        return [float(number) for number in (*self.state.loss, *self.state.norm)]
-
-
-class InTorch:
-    def __init__(self):
-        torch = pytest.importorskip("torch", reason="needs the extra torch")
-        from raygpt.engines.torch.state import Spikes
-
-        self.state, self._tensor = Spikes(*(torch.tensor(0.0) for _ in Spikes._fields)), torch.tensor
+    def __init__(self, library):
+        self._xp = pytest.importorskip({"jax": "jax.numpy", "torch": "torch"}[library], reason="needs the extra torch")
+        self._array = self._xp.asarray
+        self.state = Spikes(*[self._array(0.0)] * len(Spikes._fields))
 
     def look(self, loss, norm):
-        is_spike, self.state = self.state.look(self._tensor(loss), self._tensor(norm), SIGMAS)
+        is_spike, self.state = self.state.look(self._array(loss), self._array(norm), SIGMAS, self._xp)
         return bool(is_spike)
 
     @property
@@ -57,9 +41,9 @@ class InTorch:
         return [float(number) for number in self.state[:4]]
 
 
-@pytest.fixture(params=[InJax, InTorch], ids=["jax", "torch"])
+@pytest.fixture(params=["jax", "torch"])
 def spikes(request):
-    return request.param()
+    return Looking(request.param)
 
 
 def test_what_is_usual_is_a_running_mean_and_variance(spikes):
@@ -94,7 +78,7 @@ def test_a_loss_that_stays_high_becomes_usual(spikes):
 
 @pytest.mark.parametrize("engine", ["jax", "torch"])
 def test_a_step_that_is_a_spike_is_left_out_on_the_device(engine, monkeypatch):
-    monkeypatch.setattr(f"raygpt.engines.{engine}.{'spikes' if engine == 'jax' else 'state'}.SPIKE_STEPS", 5)
+    monkeypatch.setattr("raygpt.engines.spikes.SPIKE_STEPS", 5)
     training = {"batch_tokens": 64, "steps": 10, "on_spike": "skip"}
     model = {"layers": 1, "heads": 2, "width": 16, "context": 16}
     slow = {"optimizer.learning_rate": 1e-5, "schedule.warmup_steps": 0}

@@ -46,7 +46,7 @@ def traced(layers, kernels):
     from raygpt.engines.jax.engine import JaxEngine
 
     engine = JaxEngine(recipe("jax", layers), VOCAB, devices=jax.devices()[:1], kernels=kernels)
-    return jax.jit(engine._step).trace(jax.eval_shape(engine._initial), engine.put(WINDOWS[0]))
+    return jax.jit(engine._step).trace(engine._shapes, engine.put(WINDOWS[0]))
 
 
 def step_of(layers, kernels):
@@ -109,8 +109,8 @@ def test_copies_of_the_model_on_cpus_exchange_two_things_at_most(how):
     state, both = engine.start(), engine._put_both(WINDOWS[0])
     programs = {
         "step": engine._step.lower(state, engine.put(WINDOWS[0])),
-        "score": engine._score.lower(state.parameters, *both),
-        "grade": engine._grade.lower(state.parameters, *both),
+        "losses": engine._window_losses.lower(state.parameters, *both),
+        "logprobs": engine._token_logprobs.lower(state.parameters, *both),
     }
     for name, program in programs.items():
         exchanged = re.findall(r" (all-\w+|reduce-scatter|collective-\w+)\(", program.compile().as_text())

@@ -1,4 +1,4 @@
-"""Both engines with the same weights and batches: the same losses, gradients and rates; and from one to the other."""
+"""Both engines are one run: the same first weights, losses, gradients and rates; and from one to the other."""
 
 from functools import cache
 
@@ -64,21 +64,29 @@ def train(engine, state, steps=range(STEPS)):
 
 @pytest.fixture(scope="module", params=MODELS)
 def run(request):
-    """Both engines from JAX's first weights: numbers of every step of each, and AdamW's averages after the first."""
-    engines = both(request.param)
-    first = engines[0].gather(engines[0].start())
-    numbers, averages = [], []
-    for engine in engines:
-        one, state = train(engine, engine.load(first), range(1))
-        averages.append(dict(engine.gather(state).means))
+    """Each engine from its own first weights: those, numbers of every step, and AdamW's averages after the first."""
+    first, numbers, averages = [], [], []
+    for engine in both(request.param):
+        state = engine.start()
+        first.append(engine.gather(state).parameters)
+        one, state = train(engine, state, range(1))
+        averages.append(dict(engine.gather(state).slots["means"]))
         rest, _ = train(engine, state, range(1, STEPS))
         numbers.append(np.concatenate([one, rest]))
-    return numbers, averages
+    return numbers, averages, first
+
+
+def test_the_first_weights_are_the_same(run):
+    by_jax, by_torch = run[2]
+    assert by_jax.keys() == by_torch.keys()
+    for name, right in by_jax.items():
+        np.testing.assert_allclose(by_torch[name], right, rtol=1e-6, atol=1e-9, err_msg=name)
 
 
 def test_fifty_losses_gradient_norms_and_rates_are_the_same(run):
     by_jax, by_torch = run[0]
-    np.testing.assert_allclose(by_torch[:, 0], by_jax[:, 0], atol=1e-5)
+    for steps, tolerance in ((1, 1e-6), (5, 1e-5), (STEPS, 1e-4)):
+        np.testing.assert_allclose(by_torch[:steps, 0], by_jax[:steps, 0], rtol=tolerance)
     np.testing.assert_allclose(by_torch[:, 1], by_jax[:, 1], rtol=1e-4)
     np.testing.assert_allclose(by_torch[:, 2], by_jax[:, 2], rtol=1e-5)
     assert by_jax[0, 0] == pytest.approx(np.log(VOCAB), rel=0.02)
@@ -90,8 +98,8 @@ def test_the_first_gradients_are_the_same_tensor_by_tensor(run):
     by_jax, by_torch = run[1]  # a step from zero leaves a tenth of its gradient there
     assert by_jax.keys() == by_torch.keys()
     for name, right in by_jax.items():
-        if "c_attn.bias" in name:  # what is added to every key changes no softmax: its gradient is rounding alone
-            right, by_torch[name] = np.delete(right, np.s_[32:64]), np.delete(by_torch[name], np.s_[32:64])
+        if name == "blocks.key.bias":  # what is added to every key changes no softmax: its gradient is rounding alone
+            continue
         distance = np.linalg.norm(by_torch[name] - right) / np.linalg.norm(right)
         assert distance < 1e-5, f"{name}: {distance}"
 

@@ -52,7 +52,7 @@ def test_compiled_bf16_is_the_cpus_fp32_but_for_rounding(settings, on_cpu):
     assert (about["precision"], about["compiled"]) == ("bf16", "whole")
     losses, state = train(engine, engine.start())
     np.testing.assert_allclose(losses, on_cpu, rtol=5e-3)
-    assert engine.score(state, WINDOWS[0]).shape == (ROWS,)
+    assert engine.window_losses(state, WINDOWS[0]).shape == (ROWS,)
     assert sample(engine, state, WINDOWS[0, :2, :3], 8).shape == (2, 8)
 
 
@@ -92,6 +92,8 @@ def test_a_checkpoint_is_of_its_step_though_training_goes_on(tmp_path):
     engine.wait_for_save()
     after = engine.gather(engine.restore(str(tmp_path)))
     assert after.step == 3
-    for kind in ("parameters", "means", "squares"):
-        for name, value in getattr(before, kind).items():
-            np.testing.assert_array_equal(getattr(after, kind)[name], value, err_msg=name)
+    pairs = [(before.parameters, after.parameters), *((before.slots[k], after.slots[k]) for k in before.slots)]
+    assert len(pairs) == 3
+    for left, right in pairs:
+        for name, value in left.items():
+            np.testing.assert_array_equal(right[name], value, err_msg=name)

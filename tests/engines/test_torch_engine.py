@@ -13,12 +13,13 @@ torch = pytest.importorskip("torch", reason="needs the extra torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import raygpt  # noqa: E402
+from raygpt.engines import loss_scale as loss_scale_module  # noqa: E402
 from raygpt.engines.base import Weights  # noqa: E402
 from raygpt.engines.torch import engine as engine_module  # noqa: E402
 from raygpt.engines.torch import require_torch  # noqa: E402
-from raygpt.engines.torch import state as state_module  # noqa: E402
-from raygpt.engines.torch.engine import TorchEngine, choose_precision  # noqa: E402
-from raygpt.engines.torch.state import LossScale  # noqa: E402
+from raygpt.engines.torch.devices import choose_precision  # noqa: E402
+from raygpt.engines.torch.engine import TorchEngine  # noqa: E402
+from raygpt.engines.torch.reader import TorchReader  # noqa: E402
 from raygpt.errors import RaygptError  # noqa: E402
 from raygpt.inference.sampling import sample  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
@@ -68,7 +69,7 @@ def train(engine, state, windows=WINDOWS):
 def gradients(engine, weights, windows):
     """Loss of a batch and its gradient, by what AdamW's first step from zero puts into its average."""
     state, metrics = engine.step(engine.load(Weights(weights)), engine.put(windows[engine.rows]))
-    (beta, _), means = engine.recipe.optimizer.betas, engine.gather(state).means
+    (beta, _), means = engine.recipe.optimizer.betas, engine.gather(state).slots["means"]
     return engine.read(metrics), {name: mean / (1 - beta) for name, mean in means.items()}
 
 
@@ -82,7 +83,7 @@ def alone():
     """The run that others are compared with, in fp64: numbers, and everything after."""
     engine = make_engine(precision="fp64")
     numbers, state = train(engine, engine.start())
-    return numbers, engine.gather(state), engine.score(state, WINDOWS[0])
+    return numbers, engine.gather(state), engine.window_losses(state, WINDOWS[0])
 
 
 # Batches
@@ -94,7 +95,7 @@ def test_accumulated_steps_are_those_of_one_large_batch(accumulation, alone):
     assert engine.rows == list(range(ROWS))
     numbers, state = train(engine, engine.start())
     np.testing.assert_allclose(numbers, alone[0], rtol=1e-9)
-    np.testing.assert_allclose(engine.score(state, WINDOWS[0]), alone[2], rtol=1e-9)
+    np.testing.assert_allclose(engine.window_losses(state, WINDOWS[0]), alone[2], rtol=1e-9)
 
 
 def test_the_run_is_worth_comparing(alone):
@@ -123,11 +124,12 @@ def test_a_batch_of_five_rows_in_eight_places_is_the_plain_mean_of_five():
     engine = make_engine(4, precision="fp64", rows=5, dropout=0.0, optimizer={"clip": None})
     batch = engine.put(WINDOWS[0, :5])
     assert batch.inputs.shape == (4, 2, CONTEXT)
-    assert batch.weights.flatten().tolist() == [1] * 5 + [0] * 3
+    assert batch.weights.shape == (4, 2, CONTEXT)
+    assert batch.weights.sum(-1).flatten().tolist() == [CONTEXT] * 5 + [0] * 3
     start = engine.start()
     plain = engine.start().objective
     loss, _ = plain(
-        *(torch.from_numpy(part) for part in (WINDOWS[0, :5, :-1], WINDOWS[0, :5, 1:])), torch.ones(5), None
+        *(torch.from_numpy(part) for part in (WINDOWS[0, :5, :-1], WINDOWS[0, :5, 1:])), torch.ones(5, CONTEXT), None
     )
     (loss / (5 * CONTEXT)).backward()
     metrics, ours = gradients(engine, engine.gather(start).parameters, WINDOWS[0, :5])
@@ -135,7 +137,39 @@ def test_a_batch_of_five_rows_in_eight_places_is_the_plain_mean_of_five():
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-12)
     tokens = plain.gpt.tokens.weight.grad[:VOCAB].numpy()
-    np.testing.assert_allclose(ours["transformer.wte.weight"], tokens, atol=1e-12)
+    np.testing.assert_allclose(ours["tokens"], tokens, atol=1e-12)
+
+
+@pytest.mark.parametrize("accumulation", [1, 5])
+def test_with_weights_the_loss_is_that_of_the_tokens_that_count(accumulation):
+    """A mask, against the plain mean over the tokens that it leaves; and weights beside their multiples."""
+    settings = {"precision": "fp64", "dropout": 0.0, "optimizer": {"clip": None}}
+    engine = make_engine(accumulation, **settings)
+    mask = np.random.default_rng(2).integers(0, 2, (ROWS, CONTEXT)).astype(np.float32)
+    mask[4] = 0
+    start = engine.start()
+    hidden = start.objective.gpt(torch.from_numpy(WINDOWS[0][:, :-1]))
+    logits = (hidden @ start.objective.gpt.table[:VOCAB].T)[torch.from_numpy(mask) > 0]
+    counted = torch.from_numpy(WINDOWS[0][:, 1:])[torch.from_numpy(mask) > 0].long()
+    expected = torch.nn.functional.cross_entropy(logits, counted)
+    gradient = torch.autograd.grad(expected, start.objective.gpt.tokens.weight)[0][:VOCAB].numpy()
+    for factor in (1, 3):
+        begun = engine.load(engine.gather(start))
+        state, metrics = engine.step(begun, engine.put(WINDOWS[0], factor * mask))
+        assert engine.read(metrics)["loss"] == pytest.approx(expected.item(), rel=1e-12)
+        means = engine.gather(state).slots["means"]["tokens"]
+        np.testing.assert_allclose(means / (1 - engine.recipe.optimizer.betas[0]), gradient, atol=1e-12)
+
+
+def test_weights_of_one_are_no_weights_and_weights_of_zero_no_loss():
+    engine = make_engine(5, precision="fp64")
+    start = engine.gather(engine.start())
+    plain, ones, none = (
+        engine.read(engine.step(engine.load(start), engine.put(WINDOWS[0], weights))[1])
+        for weights in (None, np.ones((ROWS, CONTEXT)), np.zeros((ROWS, CONTEXT)))
+    )
+    assert (ones["loss"], ones["grad_norm"]) == pytest.approx((plain["loss"], plain["grad_norm"]), rel=1e-12)
+    assert (none["loss"], none["grad_norm"], none["skipped"]) == (0, 0, 0)
 
 
 def test_masks_change_with_step_and_row():
@@ -170,7 +204,7 @@ def test_a_step_never_waits_for_its_own_numbers(precision):
     with Waits() as waits:
         state, _ = engine.step(state, engine.put(WINDOWS[0]))
         assert waits.count == 0
-        float(state.scale.value)
+        float(state.scale.factor)
         assert waits.count == 1, "this is how one would show"
 
 
@@ -183,7 +217,7 @@ def test_half_precision_computes_but_parameters_averages_and_losses_are_fp32(pre
     numbers, state = train(engine, engine.start())
     np.testing.assert_allclose(numbers, alone[0], rtol=2e-2)
     assert {tensor.dtype for _, _, tensor in state.tensors()} == {torch.float32}
-    scores = engine.score(state, WINDOWS[0])
+    scores = engine.window_losses(state, WINDOWS[0])
     np.testing.assert_allclose(scores, alone[2], rtol=5e-3)
     assert scores.dtype == np.float32
     assert len(set(scores.tolist())) == ROWS  # bf16 would tell numbers around 4.6 apart in steps of 0.03
@@ -192,11 +226,9 @@ def test_half_precision_computes_but_parameters_averages_and_losses_are_fp32(pre
 def poisoned(engine, state):
     """The state with one parameter that is not a number."""
     weights = engine.gather(state)
-    bias = weights.parameters["transformer.ln_f.bias"].copy()
+    bias = weights.parameters["norm.bias"].copy()
     bias[3] = np.nan
-    return engine.load(
-        Weights({**weights.parameters, "transformer.ln_f.bias": bias}, weights.means, weights.squares, 1)
-    )
+    return engine.load(Weights({**weights.parameters, "norm.bias": bias}, weights.slots, 1))
 
 
 def test_a_step_that_is_not_a_number_is_left_out_and_counted_if_the_recipe_says_so():
@@ -207,9 +239,13 @@ def test_a_step_that_is_not_a_number_is_left_out_and_counted_if_the_recipe_says_
     said, after = engine.read(metrics), engine.gather(state)
     assert np.isnan(said["loss"])
     assert said["skipped"] == 1
-    for kind in ("parameters", "means", "squares"):
-        for name, value in getattr(before, kind).items():
-            np.testing.assert_array_equal(getattr(after, kind)[name], value, err_msg=name)
+    assert before.slots.keys() == after.slots.keys() == {"means", "squares"}
+    for left, right in [
+        (before.parameters, after.parameters),
+        *((before.slots[k], after.slots[k]) for k in before.slots),
+    ]:
+        for name, value in left.items():
+            np.testing.assert_array_equal(right[name], value, err_msg=name)
     assert after.step == 2, "the next batch is the next one all the same"
     assert float(state.numbers()["updates"]) == 1
 
@@ -235,7 +271,7 @@ def test_otherwise_it_is_taken_and_its_loss_tells():
     state, metrics = engine.step(state, engine.put(WINDOWS[0]))
     assert np.isnan(engine.read(metrics)["loss"])
     assert engine.read(metrics)["skipped"] == 0
-    assert np.isnan(engine.gather(state).parameters["transformer.wte.weight"]).all()
+    assert np.isnan(engine.gather(state).parameters["tokens"]).all()
 
 
 def test_fp16_gradients_of_many_tokens_do_not_vanish():
@@ -255,14 +291,15 @@ def test_fp16_gradients_of_many_tokens_do_not_vanish():
 
 def test_fp16s_loss_scale_halves_with_every_overflow_until_steps_are_taken(monkeypatch):
     monkeypatch.setattr(engine_module, "FIRST_SCALE", 2.0**26)  # overflows: fp16 ends at 65504
-    engine = make_engine(precision="fp16", dropout=0.0)
+    # So slow that gradients stay what they are: one that just fits fits again.
+    engine = make_engine(precision="fp16", dropout=0.0, optimizer={"learning_rate": 1e-6})
     begun = engine.start()
     before = engine.gather(begun).parameters
     skipped, scales = [], []
     for _ in range(12):
         begun, metrics = engine.step(begun, engine.put(WINDOWS[0]))
         skipped.append(engine.read(metrics)["skipped"])
-        scales.append(float(begun.scale.value))
+        scales.append(float(begun.scale.factor))
         assert np.isfinite(engine.read(metrics)["loss"])
     taken = int(skipped[-1])  # the first that was not left out
     assert 1 <= taken <= 10
@@ -270,15 +307,15 @@ def test_fp16s_loss_scale_halves_with_every_overflow_until_steps_are_taken(monke
     assert scales == [2.0 ** (26 - min(n, taken)) for n in range(1, 13)]
     after = engine.gather(begun)
     assert all(np.isfinite(value).all() for value in after.parameters.values())
-    assert np.abs(after.parameters["transformer.wte.weight"] - before["transformer.wte.weight"]).max() > 0
+    assert np.abs(after.parameters["tokens"] - before["tokens"]).max() > 0
 
 
 def test_fp16s_loss_scale_doubles_after_many_steps_without_an_overflow(monkeypatch):
-    monkeypatch.setattr(state_module, "GROWTH_STEPS", 3)
-    scale, values = LossScale(torch.tensor(8.0), torch.tensor(0)), []
+    monkeypatch.setattr(loss_scale_module, "GROWTH_STEPS", 3)
+    scale, values = loss_scale_module.LossScale(torch.tensor(8.0), torch.tensor(0)), []
     for finite in [True, True, True, True, False, True, True, True]:
-        scale = scale.after(torch.tensor(finite))
-        values.append(float(scale.value))
+        scale = scale.after(torch.tensor(finite), torch)
+        values.append(float(scale.factor))
     assert values == [8, 8, 16, 16, 8, 8, 8, 16]
 
 
@@ -344,7 +381,7 @@ def test_products_are_computed_again_only_with_whole_blocks(remat, times):
     state, batch = engine.start(), engine.put(WINDOWS[0])
     with Products() as products:
         engine.step(state, batch)
-    assert products.count == times * 3 * 4  # layers, and qkv, out, up, down
+    assert products.count == times * 3 * 4  # layers, and query, key and value together, out, up, down
 
 
 def test_blocks_that_are_computed_again_keep_less():
@@ -354,7 +391,7 @@ def test_blocks_that_are_computed_again_keep_less():
         objective = engine.start().objective
         ids = torch.from_numpy(WINDOWS[0])
         with Kept() as seen:
-            objective(ids[:, :-1], ids[:, 1:], torch.ones(ROWS), None)
+            objective(ids[:, :-1], ids[:, 1:], torch.ones(ROWS, CONTEXT), None)
         kept[remat] = seen.bytes
     assert kept["blocks"] < kept["none"] / 3
 
@@ -394,6 +431,49 @@ def test_with_a_cache_the_logits_are_those_without(implementation):
         np.testing.assert_allclose(logits, expected[:, end - 1], rtol=1e-9)
 
 
+@pytest.mark.parametrize("time", [1, 3])
+def test_rows_that_stand_at_positions_of_their_own_are_decoded_as_each_alone(time):
+    engine = make_engine(precision="fp64")
+    state = train(engine, engine.start(), WINDOWS[:5])[1]
+    ids, starts = WINDOWS[0, :4, :CONTEXT], np.array([5, 1, 13, 8], dtype=np.int32)
+    more = np.stack([row[start : start + time] for row, start in zip(ids, starts, strict=True)])
+    _, cache = engine.prefill(state, ids[:, :13])  # what lies beyond a row's own position is never looked at
+    logits, cache = engine.decode(state, more, starts, cache)
+    after, _ = engine.decode(state, ids[:, :1], np.minimum(starts + time, CONTEXT - 1), cache)
+    for row, start in enumerate(starts.tolist()):
+        _, alone = engine.prefill(state, ids[row : row + 1, :start])
+        expected, alone = engine.decode(state, more[row : row + 1], start, alone)
+        np.testing.assert_allclose(logits[row], expected[0], rtol=1e-9)
+        expected, _ = engine.decode(state, ids[row : row + 1, :1], min(start + time, CONTEXT - 1), alone)
+        np.testing.assert_allclose(after[row], expected[0], rtol=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_reader_has_the_engines_logits_in_every_precision(precision):
+    engine = make_engine(precision=precision)
+    state = train(engine, engine.start(), WINDOWS[:5])[1]
+    reader = TorchReader(recipe(precision=precision).model, VOCAB, device="cpu")
+    opened = reader.load(engine.gather(state).parameters)
+    ids, near = WINDOWS[0, :3, :CONTEXT], {"fp32": 1e-5, "bf16": 2e-2}[precision]
+    expected, cache = engine.prefill(state, ids[:, :5])
+    found, read = reader.prefill(opened, ids[:, :5])
+    np.testing.assert_allclose(found, expected, atol=near)
+    expected, _ = engine.decode(state, ids[:, 5:6], 5, cache)
+    found, _ = reader.decode(opened, ids[:, 5:6], 5, read)
+    np.testing.assert_allclose(found, expected, atol=near)
+    assert found.dtype == np.float32
+
+
+def test_transformers_cache_has_no_positions_of_rows():
+    pytest.importorskip("transformers")
+    engine = make_engine(implementation="huggingface")
+    state = engine.start()
+    _, cache = engine.prefill(state, WINDOWS[0, :2, :4])
+    assert refusal(lambda: engine.decode(state, WINDOWS[0, :2, :1], np.array([4, 2], dtype=np.int32), cache)) == (
+        "model.implementation: transformers' cache has one position for all rows; write raygpt"
+    )
+
+
 # Weights, which cross to the other engine
 
 
@@ -401,9 +481,11 @@ def test_what_is_gathered_and_loaded_goes_on_bit_for_bit():
     engine = make_engine(2)
     state = train(engine, engine.start(), WINDOWS[:5])[1]
     weights = engine.gather(state)
-    assert weights.parameters["transformer.wte.weight"].shape == (VOCAB, 32)
-    assert weights.parameters["transformer.h.1.mlp.c_fc.weight"].shape == (32, 128)
-    assert weights.parameters.keys() == weights.means.keys() == weights.squares.keys()
+    assert weights.parameters["tokens"].shape == (VOCAB, 32)
+    assert weights.parameters["blocks.up.kernel"].shape == (2, 32, 128)
+    assert weights.parameters["blocks.query.kernel"].shape == (2, 32, 4, 8)
+    assert weights.slots.keys() == {"means", "squares"}
+    assert all(arrays.keys() == weights.parameters.keys() for arrays in weights.slots.values())
     assert weights.step == 5
     went_on = train(engine, state, WINDOWS[5:10])[0]
     np.testing.assert_array_equal(train(engine, engine.load(weights), WINDOWS[5:10])[0], went_on)
@@ -412,7 +494,7 @@ def test_what_is_gathered_and_loaded_goes_on_bit_for_bit():
 def test_memory_that_was_reserved_before_takes_what_is_saved(tmp_path):
     engine = make_engine()
     state = engine.start()
-    engine._saver.reserve(engine._shares(state))
+    engine._saver.reserve(engine._shards(state))
     _, state = train(engine, state, WINDOWS[:1])
     engine.save(state, str(tmp_path))
     assert not engine._saver._making.is_alive()  # a save waits for its memory
@@ -424,7 +506,7 @@ def test_memory_that_was_reserved_before_takes_what_is_saved(tmp_path):
     saved, right = engine.gather(engine.restore(str(tmp_path))), engine.gather(state)
     for name, value in right.parameters.items():
         np.testing.assert_array_equal(saved.parameters[name], value, err_msg=name)
-        np.testing.assert_array_equal(saved.squares[name], right.squares[name], err_msg=name)
+        np.testing.assert_array_equal(saved.slots["squares"][name], right.slots["squares"][name], err_msg=name)
 
 
 def test_parameters_alone_begin_with_averages_of_zero():

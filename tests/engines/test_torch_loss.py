@@ -6,33 +6,35 @@ torch = pytest.importorskip("torch", reason="needs the extra torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from raygpt.engines.torch import loss as loss_module  # noqa: E402
+from raygpt.engines import chunks as chunks_module  # noqa: E402
 from raygpt.engines.torch.loss import chunk_tokens, cross_entropy  # noqa: E402
 
 ROWS, TIME, WIDTH, VOCAB, PADDED = 3, 12, 16, 50, 64
 
 
 def inputs(dtype=torch.float32):
-    """hidden [rows, time, width], table [padded, width], targets [rows, time] and scale [rows], one of them 0."""
+    """hidden [rows, time, width], table [padded, width], targets and weights [rows, time]: a row and some tokens 0."""
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(ROWS, TIME, WIDTH, generator=random).to(dtype).requires_grad_()
     table = torch.randn(PADDED, WIDTH, generator=random).requires_grad_()
     targets = torch.randint(0, VOCAB, (ROWS, TIME), generator=random, dtype=torch.int32)
-    return hidden, table, targets, torch.tensor([0.5, 0.0, 2.0])
+    weights = torch.tensor([0.5, 0.0, 2.0])[:, None].repeat(1, TIME)
+    weights[2, 3:7] = torch.tensor([0.0, 1.0, 0.0, 0.25])
+    return hidden, table, targets, weights
 
 
-def reference(hidden, table, targets, scale):
+def reference(hidden, table, targets, weights):
     """The same on full logits of the real vocabulary alone, in fp32."""
     logits = hidden.float() @ table[:VOCAB].T
-    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets.long(), reduction="none").sum(1)
-    return (losses * scale).sum(), losses
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets.long(), reduction="none")
+    return (losses * weights).sum(), losses.sum(1)
 
 
 def in_chunks_of(tokens, monkeypatch):
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", tokens * PADDED * 4)
+    monkeypatch.setattr(chunks_module, "CHUNK_BYTES", tokens * PADDED * 4)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 12, 13, 36])  # 5 and 13 leave a smaller chunk at the end
+@pytest.mark.parametrize("tokens", [1, 5, 12, 13, 36])  # of 5 and 13 there would be a smaller one at the end
 def test_values_and_gradients_are_pytorchs_in_chunks_of_any_size(tokens, monkeypatch):
     in_chunks_of(tokens, monkeypatch)
     ours, theirs = inputs(), inputs()
@@ -43,7 +45,8 @@ def test_values_and_gradients_are_pytorchs_in_chunks_of_any_size(tokens, monkeyp
     (3 * expected).backward()
     for mine, right in zip(ours[:2], theirs[:2], strict=True):
         torch.testing.assert_close(mine.grad, right.grad)
-    assert not ours[0].grad[1].any(), "a row of scale 0 has no gradient"
+    assert not ours[0].grad[1].any(), "a row of weight 0 has no gradient"
+    assert not ours[0].grad[2, [3, 5]].any(), "nor has a token"
     assert not ours[1].grad[VOCAB:].any(), "ids that only pad the table are never predicted"
     with torch.no_grad():
         torch.testing.assert_close(cross_entropy(*ours, VOCAB), (expected, expected_losses))
@@ -91,7 +94,7 @@ def test_the_logits_of_all_tokens_never_exist(training, monkeypatch):
     [
         (12 * 64, 128, 12 * 64),  # 0.4 MB: at once
         (8 * 1024, 50304, 4 * 1024),  # 1.6 GB of logits
-        (32 * 1024, 50304, 4682),  # 6.6 GB: seven chunks, the last a little smaller
+        (32 * 1024, 50304, 4096),  # 6.6 GB: eight equal chunks
         (2**28, 1, 2**28),  # just 2^30 bytes
     ],
 )

@@ -1,5 +1,7 @@
 """The PyTorch model against Hugging Face's GPT-2: same weights, same logits, same gradients; and how it begins."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -8,28 +10,37 @@ transformers = pytest.importorskip("transformers")
 
 from reference import hugging_face  # noqa: E402
 
-from raygpt.config import Model, Recipe, Training  # noqa: E402
+from raygpt.config import Model, Recipe  # noqa: E402
+from raygpt.engines.base import Weights  # noqa: E402
+from raygpt.engines.padding import padded_vocab  # noqa: E402
+from raygpt.engines.torch.attention import Cache, Span  # noqa: E402
+from raygpt.engines.torch.engine import TorchEngine  # noqa: E402
 from raygpt.engines.torch.huggingface import HuggingFaceGPT  # noqa: E402
-from raygpt.engines.torch.initial import initial  # noqa: E402
+from raygpt.engines.torch.huggingface_parameters import HuggingFaceLayout  # noqa: E402
 from raygpt.engines.torch.loss import Objective  # noqa: E402
-from raygpt.engines.torch.model import GPT, padded_vocab  # noqa: E402
-from raygpt.engines.torch.names import from_hugging_face, hugging_face_name, to_hugging_face  # noqa: E402
+from raygpt.engines.torch.model import GPT, Block  # noqa: E402
+from raygpt.engines.torch.parameters import OwnLayout  # noqa: E402
+from raygpt.interop.gpt2 import from_hugging_face, to_hugging_face  # noqa: E402
+from raygpt.models import Description, describe, draws  # noqa: E402
 
 SHAPES = [  # layers, heads, width, context, vocab
     (1, 1, 16, 8, 128),  # a vocabulary that needs no padding
     (3, 2, 48, 17, 257),
 ]
-IMPLEMENTATIONS = [GPT, HuggingFaceGPT]
+IMPLEMENTATIONS = {GPT: OwnLayout, HuggingFaceGPT: HuggingFaceLayout}
 
 
 def ours(implementation, reference, layers, heads, width, context, vocab, tied):
+    """A model with the reference's weights, and its layout."""
     model = Model(layers=layers, heads=heads, width=width, context=context, tied_head=tied)
-    gpt = implementation(model, vocab, torch.float32)
-    weights = reference.state_dict()
+    description = describe(model, vocab)
+    weights = {name: tensor.numpy() for name, tensor in reference.state_dict().items()}
+    gpt, layout = implementation(model, vocab, torch.float32), IMPLEMENTATIONS[implementation](description)
+    values = layout.values(from_hugging_face(weights, description))
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
-            parameter.copy_(from_hugging_face(name, weights[hugging_face_name(name)], vocab, heads))
-    return gpt
+            parameter.copy_(values(name, tuple(slice(size) for size in parameter.shape)))
+    return gpt, layout, description
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -37,72 +48,175 @@ def ours(implementation, reference, layers, heads, width, context, vocab, tied):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_loss_and_gradients_equal_hugging_faces(shape, tied, implementation):
     reference = hugging_face(*shape, tied)
-    gpt = ours(implementation, reference, *shape, tied)
-    _, heads, _, context, vocab = shape
+    gpt, layout, description = ours(implementation, reference, *shape, tied)
+    _, _, _, context, vocab = shape
     windows = torch.from_numpy(np.random.default_rng(1).integers(0, vocab, (3, context + 1)))
     x, y = windows[:, :-1], windows[:, 1:]
     logits = reference(x).logits
     torch.testing.assert_close((gpt(x) @ gpt.table.T)[..., :vocab], logits, atol=1e-4, rtol=1e-4)
     assert gpt.table.shape[0] == padded_vocab(vocab)
 
-    value, losses = Objective(gpt, vocab)(x, y, torch.full((3,), 1 / (3 * context)), None)
+    value, losses = Objective(gpt, vocab)(x, y, torch.full((3, context), 1 / (3 * context)), None)
     expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), y, reduction="none")
-    torch.testing.assert_close(losses, expected.sum(1))
+    torch.testing.assert_close(losses, expected)
     value.backward()
     expected.mean().backward()
     theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    assert {hugging_face_name(name) for name, _ in gpt.named_parameters()} == theirs.keys()
-    for name, parameter in gpt.named_parameters():
-        right = theirs[hugging_face_name(name)]
-        mine = to_hugging_face(name, parameter.grad, vocab, heads)
-        torch.testing.assert_close(mine, right, atol=1e-4 * max(1, float(right.abs().max())), rtol=1e-4, msg=name)
+    arrays = layout.arrays({name: parameter.grad for name, parameter in gpt.named_parameters()})
+    mine = to_hugging_face(arrays, description)
+    assert mine.keys() == theirs.keys()
+    for name, right in theirs.items():
+        atol = 1e-4 * max(1, float(right.abs().max()))
+        torch.testing.assert_close(torch.from_numpy(mine[name]), right, atol=atol, rtol=1e-4, msg=name)
 
 
-def test_names_lead_to_hugging_face_and_back():
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_tensors_lead_to_the_descriptions_arrays_and_back(implementation):
     reference = hugging_face(2, 4, 64, 32, 100, tied=False)
-    gpt = ours(GPT, reference, 2, 4, 64, 32, 100, tied=False)
-    parameters = dict(gpt.named_parameters())
-    named = {hugging_face_name(name): to_hugging_face(name, value, 100, 4) for name, value in parameters.items()}
+    gpt, layout, description = ours(implementation, reference, 2, 4, 64, 32, 100, tied=False)
+    parameters = {name: parameter.detach() for name, parameter in gpt.named_parameters()}
+    arrays = layout.arrays(parameters)
+    assert {name: array.shape for name, array in arrays.items()} == description.shapes
+    named = to_hugging_face(arrays, description)
     assert named.keys() == reference.state_dict().keys()
     for name, value in reference.state_dict().items():
-        torch.testing.assert_close(named[name], value, rtol=0, atol=0)
+        np.testing.assert_array_equal(named[name], value.numpy(), err_msg=name)
+    values = layout.values(arrays)
+    for name, tensor in parameters.items():
+        half = tuple(slice(size // 2, size) for size in tensor.shape)
+        torch.testing.assert_close(values(name, half), tensor[half], rtol=0, atol=0)
+
+
+def test_modules_have_the_descriptions_names():
+    layout = OwnLayout(describe(Model(layers=4, heads=2, width=16, context=8, tied_head=False), 128))
+    for name, ours, layer in [
+        ("blocks.3.query.weight", "blocks.query.kernel", 3),
+        ("blocks.0.query.bias", "blocks.query.bias", 0),
+        ("blocks.1.norm2.weight", "blocks.norm2.gain", 1),
+        ("norm.weight", "norm.gain", 0),
+        ("norm.bias", "norm.bias", 0),
+        ("tokens.weight", "tokens", 0),
+        ("head.weight", "head", 0),
+    ]:
+        place = layout.find(name)
+        assert (place.parameter.name, place.layer) == (ours, layer)
 
 
 def test_without_biases_there_are_none_and_the_parameters_are_as_many_as_the_recipe_says():
     for bias, tied in [(True, True), (False, False)]:
         model = Model(layers=2, heads=2, width=16, context=8, bias=bias, tied_head=tied)
         gpt = GPT(model, 128, torch.float32)
-        assert sum(parameter.numel() for parameter in gpt.parameters()) == model.parameters(128)
+        assert sum(parameter.numel() for parameter in gpt.parameters()) == describe(model, 128).count
         assert any("bias" in name for name, _ in gpt.named_parameters()) == bias
+
+
+def test_heads_that_share_keys_and_values_attend_as_if_each_had_its_own():
+    """2 keys for 4 heads, against 4 of which two and two are alike; forward, backward and with a cache."""
+    model = Model(layers=1, heads=4, width=16, context=8)
+    sizes = describe(model, 128).sizes
+    grouped, full = (Block(model, Description({**sizes, "kv_heads": count}, ())) for count in (2, 4))
+    torch.manual_seed(0)
+    for parameter in grouped.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.5)
+    state = grouped.state_dict()
+    for name in ("key.weight", "key.bias", "value.weight", "value.bias"):
+        assert len(state[name]) == 2 * 4
+        state[name] = state[name].unflatten(0, (2, 4)).repeat_interleave(2, 0).flatten(0, 1)
+    full.load_state_dict(state)
+    x = torch.randn(3, 5, 16, requires_grad=True)
+    gradients = [torch.autograd.grad(block(x).square().sum(), x)[0] for block in (grouped, full)]
+    torch.testing.assert_close(*gradients)
+    caches = [Cache(*torch.zeros(2, 1, 3, count, 8, 4)) for count in (2, 4)]
+    with torch.no_grad():
+        for start, end in [(0, 3), (3, 5)]:
+            span = Span(start, end - start, x.device)
+            out = [block(x[:, start:end], attention=cache.attention(0, span, span.visible))
+                   for block, cache in zip((grouped, full), caches, strict=True)]  # fmt: skip
+            torch.testing.assert_close(*out)
+            torch.testing.assert_close(out[0], grouped(x)[:, start:end])
 
 
 # How it begins
 
-RECIPES = {
-    init: Recipe(
-        engine="torch",
-        model=Model(layers=8, heads=4, width=64, context=32, tied_head=False, init=init),
-        training={"batch_tokens": 32},
-    )
-    for init in ("gpt2", "xavier")
-}
+VOCAB = 500
 
 
-def draw(init, name):
-    return initial(name, RECIPES[init], 500).numpy()
+def recipe(init="gpt2", seed=1337, **model):
+    sizes = {"layers": 8, "heads": 4, "width": 64, "context": 32, "tied_head": False, "init": init, **model}
+    return Recipe(engine="torch", model=sizes, training={"batch_tokens": 32, "seed": seed})
+
+
+@functools.cache
+def begun(init="gpt2", seed=1337, precision="fp32", implementation="raygpt"):
+    """The parameters before the first step."""
+    settings = recipe(init, seed, implementation=implementation)
+    engine = TorchEngine(settings, VOCAB, precision=precision, device="cpu")
+    return engine.gather(engine.start()).parameters
+
+
+def by_numpy(name, layer, init, seed=1337):
+    """One layer's array, by the same function in NumPy."""
+    description = describe(recipe(init).model, VOCAB)
+    parameter = description.by_name[name]
+    index = np.arange(np.prod(description.own_shape(parameter)), dtype=np.int32)
+    key = draws.keys(parameter, seed, 8)[layer]
+    return draws.draw(parameter.first, index, key, np).reshape(description.own_shape(parameter))
+
+
+NAMES = [(f"blocks.{part}.kernel", layer) for part in ("query", "key", "out", "up", "down") for layer in (0, 7)]
+
+
+@pytest.mark.parametrize(("name", "layer"), [*NAMES, ("head", 0)])
+def test_uniform_first_values_are_numpys_bit_for_bit(name, layer):
+    found = begun("xavier")[name]
+    np.testing.assert_array_equal(found if name == "head" else found[layer], by_numpy(name, layer, "xavier"))
+
+
+@pytest.mark.parametrize(("name", "layer"), [*NAMES, ("tokens", 0), ("positions", 0), ("head", 0)])
+def test_normal_first_values_are_numpys_to_a_millionth(name, layer):
+    found = begun()[name]
+    right = by_numpy(name, layer, "gpt2")
+    np.testing.assert_allclose(found[layer] if found.ndim > right.ndim else found, right, atol=2e-8, rtol=1e-6)
+
+
+@pytest.mark.parametrize("other", [{"precision": "fp64"}, {"precision": "bf16"}, {"implementation": "huggingface"}])
+def test_first_values_are_the_same_in_every_precision_and_implementation(other):
+    for init in ("gpt2", "xavier"):
+        for name, value in begun(init).items():
+            np.testing.assert_array_equal(begun(init, **other)[name], value, err_msg=name)
+
+
+def test_arrays_that_do_not_fit_are_refused():
+    engine = TorchEngine(recipe(), VOCAB, device="cpu")
+    short = {**begun(), "blocks.key.bias": begun()["blocks.key.bias"][:, :3]}
+    with pytest.raises(ValueError, match=r"blocks\.key\.bias is \[8, 3, 16\], and should be \[8, 4, 16\]"):
+        engine.load(Weights(short))
+    with pytest.raises(KeyError, match="head"):
+        engine.load(Weights({name: array for name, array in begun().items() if name != "head"}))
+
+
+def test_what_pads_the_vocabulary_begins_at_zero():
+    state = TorchEngine(recipe(), VOCAB, device="cpu").start()
+    for name in ("tokens.weight", "head.weight"):
+        table = state.parameters[name]
+        assert table.shape == (512, 64)
+        assert not table[VOCAB:].any()
+        assert table[:VOCAB].any(1).all()
 
 
 def test_gpt2s_initialisation_is_normal_with_smaller_residual_projections():
     for name, deviation in [
-        ("transformer.wte.weight", 0.02),
-        ("transformer.wpe.weight", 0.02),
-        ("lm_head.weight", 0.02),
-        ("transformer.h.0.attn.c_attn.weight", 0.02),
-        ("transformer.h.7.mlp.c_fc.weight", 0.02),
-        ("transformer.h.7.mlp.c_proj.weight", 0.02 / 4),  # sqrt(2 · 8)
-        ("transformer.h.3.attn.c_proj.weight", 0.02 / 4),
+        ("tokens", 0.02),
+        ("positions", 0.02),
+        ("head", 0.02),
+        ("blocks.query.kernel", 0.02),
+        ("blocks.key.kernel", 0.02),
+        ("blocks.value.kernel", 0.02),
+        ("blocks.up.kernel", 0.02),
+        ("blocks.down.kernel", 0.02 / 4),  # sqrt(2 · 8)
+        ("blocks.out.kernel", 0.02 / 4),
     ]:
-        values = draw("gpt2", name)
+        values = begun()[name]
         assert values.std() == pytest.approx(deviation, rel=4 / np.sqrt(2 * values.size))
         assert abs(values.mean()) < 6 * deviation / np.sqrt(values.size)
         assert np.abs(values).max() > 3 * deviation  # a normal has tails
@@ -110,29 +224,30 @@ def test_gpt2s_initialisation_is_normal_with_smaller_residual_projections():
 
 def test_xaviers_limits_are_those_of_the_matrices_that_the_tutorial_has():
     for name, fans in [
-        ("transformer.h.0.attn.c_attn.weight", 64 + 64),  # Q, K and V are each a matrix from width to width
-        ("transformer.h.0.attn.c_proj.weight", 64 + 64),
-        ("transformer.h.0.mlp.c_fc.weight", 64 + 256),
-        ("transformer.h.0.mlp.c_proj.weight", 64 + 256),
-        ("lm_head.weight", 512 + 64),  # with the padding, as the JAX engine has it
+        ("blocks.query.kernel", 64 + 64),
+        ("blocks.value.kernel", 64 + 64),
+        ("blocks.out.kernel", 64 + 64),
+        ("blocks.up.kernel", 64 + 256),
+        ("blocks.down.kernel", 64 + 256),
+        ("head", VOCAB + 64),
     ]:
-        values, limit = draw("xavier", name), np.sqrt(6 / fans)
+        values, limit = begun("xavier")[name], np.sqrt(6 / fans)
         assert 0.99 * limit < np.abs(values).max() <= limit
         assert values.std() == pytest.approx(limit / np.sqrt(3), rel=0.03)  # uniform
 
 
 def test_beside_xaviers_kernels_embeddings_are_as_flax_makes_them():
-    for name in ("transformer.wte.weight", "transformer.wpe.weight"):
-        values = draw("xavier", name)
+    for name in ("tokens", "positions"):
+        values = begun("xavier")[name]
         assert values.std() == pytest.approx(64**-0.5, rel=4 / np.sqrt(2 * values.size))
         assert np.abs(values).max() > 3 * 64**-0.5  # normal: a uniform one ends at 1.7
 
 
-def test_each_layer_and_each_seed_has_its_own_and_vectors_begin_at_one_or_zero():
-    name = "transformer.h.{}.mlp.c_fc.weight"
-    first, second = draw("gpt2", name.format(0)), draw("gpt2", name.format(1))
-    other = initial(name.format(0), RECIPES["gpt2"].model_copy(update={"training": Training(seed=1)}), 500)
-    assert min(np.abs(first - second).max(), np.abs(first - other.numpy()).max()) > 0.01
-    assert (draw("gpt2", "transformer.h.0.ln_1.weight") == 1).all()
-    for name in ("transformer.ln_f.bias", "transformer.h.0.attn.c_attn.bias", "transformer.h.0.mlp.c_proj.bias"):
-        assert not draw("xavier", name).any()
+def test_each_layer_name_and_seed_has_its_own_and_vectors_begin_at_one_or_zero():
+    ups, other = begun()["blocks.up.kernel"], begun(seed=1)["blocks.up.kernel"]
+    drawn = [*ups, *other, begun()["blocks.down.kernel"][0].T * 4]
+    correlations = np.corrcoef([array.ravel() for array in drawn])
+    assert np.abs(correlations - np.eye(len(drawn))).max() < 5 / np.sqrt(ups[0].size)
+    assert (begun()["blocks.norm1.gain"] == 1).all()
+    for name in ("norm.bias", "blocks.query.bias", "blocks.down.bias"):
+        assert not begun("xavier")[name].any()

@@ -33,7 +33,7 @@ def divisor(step):
 def trained(settings, left_out=()):
     """Parameters after 50 steps of ours, in fp64."""
     parameters = {name: torch.nn.Parameter(torch.from_numpy(value)) for name, value in draw(0).items()}
-    optimizer = make_optimizer(settings, parameters.values())
+    optimizer = make_optimizer(settings, parameters, lambda name: name not in MATRICES)
     for step in range(STEPS):
         for name, gradient in draw(1 + step).items():
             parameters[name].grad = torch.from_numpy(gradient * (np.nan if step in left_out else 1))

@@ -15,12 +15,14 @@ from test_torch_processes import (  # noqa: E402
     VOCAB,
     WINDOWS,
     assert_same_results,
+    assert_same_weights,
     compiled,
     in_one,
     results,
     saved,
     together,
     train,
+    weighted,
 )
 from test_torch_processes import make_engine as make_any_engine  # noqa: E402
 
@@ -29,7 +31,7 @@ from raygpt.engines.torch.sharding import local  # noqa: E402
 
 TENSOR = {"data": 1, "tensor": 2}
 WITH_COPIES, WITH_SHARES = {"data": 2, "tensor": 2}, {"data": 1, "fsdp": 2, "tensor": 2}
-# Of 54 rows of queries, keys and values each process has 27, of which two shares are 14 and 13.
+# Of 18 rows of queries each process has 9, of which two shards are 5 and 4; so of keys and values.
 SIZES = {"heads": 2, "width": 18}
 OTHER = {"bias": False, "tied_head": False, "context": CONTEXT - 1}  # 15 tokens: 8 for one process, 7 for the other
 make_engine = functools.partial(make_any_engine, **SIZES)
@@ -43,6 +45,12 @@ def first_steps(mesh=None, **settings):
         state, metrics = engine.step(state, engine.put(batch[engine.rows]))
         losses.append(engine.read(metrics)["loss"])
     return np.array(losses)
+
+
+def decode_rows(engine, state):
+    """Logits of rows at positions of their own."""
+    _, cache = engine.prefill(state, WINDOWS[0, :3, :9])
+    return engine.decode(state, WINDOWS[0, :3, 9:10], np.array([9, 3, 6], dtype=np.int32), cache)[0]
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +82,10 @@ def in_two(folder):
     said["went on"] = train(engine, state, range(HALF + 1, STEPS))[0]
     said["again"] = train(engine, engine.restore(f"{folder}/tensor=2"), range(HALF, STEPS))[0][1:]
     said["other"] = first_steps(TENSOR, **OTHER)
+    said["weighted"] = weighted(TENSOR, 2, **SIZES)
+    engine = make_engine(TENSOR)
+    said["first"] = engine.gather(engine.start()).parameters
+    said["decoded"] = decode_rows(engine, engine.restore(f"{folder}/alone"))
     said["computed again"] = [first_steps(TENSOR, remat=what) for what in ("products", "blocks")]
     said["compiled"] = compiled(TENSOR, **SIZES)
     return said
@@ -98,8 +110,9 @@ def test_each_has_whole_heads_and_half_of_what_is_large(two):
             | {
                 "tokens.weight": (64, 18),
                 "positions.weight": (CONTEXT, 18),
-                "blocks.1.qkv.weight": (27, 18),
-                "blocks.1.qkv.bias": (27,),
+                "blocks.1.query.weight": (9, 18),
+                "blocks.1.key.bias": (9,),
+                "blocks.1.value.weight": (9, 18),
                 "blocks.1.out.weight": (18, 9),
                 "blocks.1.out.bias": (18,),
                 "blocks.1.up.weight": (36, 18),
@@ -107,6 +120,19 @@ def test_each_has_whole_heads_and_half_of_what_is_large(two):
             }
             == said["parts"]
         )
+
+
+def test_first_values_weights_and_positions_of_rows_are_those_of_one_process(two, folder):
+    engine = make_engine()
+    first, decoded = (
+        engine.gather(engine.start()).parameters,
+        decode_rows(engine, engine.restore(str(folder / "alone"))),
+    )
+    for said in two:
+        np.testing.assert_allclose(said["weighted"], weighted(**SIZES), rtol=1e-9)
+        np.testing.assert_allclose(said["decoded"], decoded, rtol=1e-9)
+        for name, value in first.items():
+            np.testing.assert_array_equal(said["first"][name], value, err_msg=name)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 1e-2)])
@@ -173,8 +199,4 @@ def test_a_checkpoint_in_parts_is_read_as_plain_arrays(mesh, files, four, folder
     right = engine.gather(engine.restore(str(folder / "alone")))
     weights = read_weights(str(folder / mesh), engine.recipe.model, VOCAB)
     assert weights.step == HALF
-    for kind in ("parameters", "means", "squares"):
-        ours, theirs = getattr(weights, kind), getattr(right, kind)
-        assert ours.keys() == theirs.keys()
-        for name, value in theirs.items():
-            np.testing.assert_allclose(ours[name], value, rtol=1e-6, atol=1e-12, err_msg=name)
+    assert_same_weights(weights, right, 1e-12)

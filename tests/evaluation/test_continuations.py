@@ -15,6 +15,8 @@ from raygpt.corpus.tokenizers import Bytes, Char
 from raygpt.errors import RaygptError
 from raygpt.evaluation import continuations, tasks
 from raygpt.evaluation.continuations import Pair, Score, encode, score
+from raygpt.interop.gpt2 import from_hugging_face
+from raygpt.models import describe
 from raygpt.recipes import load_recipe
 from raygpt.show.training import live_progress
 from raygpt.training.events import Validated
@@ -39,7 +41,8 @@ def reference():
 def loaded(request, reference):
     model = Model(layers=2, heads=2, width=32, context=CONTEXT, precision="fp32")
     reader = import_module(f"raygpt.engines.{request.param}.reader").Reader(model, VOCAB)
-    state = reader.load({name: tensor.numpy() for name, tensor in reference.state_dict().items()})
+    arrays = {name: tensor.numpy() for name, tensor in reference.state_dict().items()}
+    state = reader.load(from_hugging_face(arrays, describe(model, VOCAB)))
     return SimpleNamespace(reader=reader, state=state, tokenizer=Bytes())
 
 

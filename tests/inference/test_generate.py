@@ -10,6 +10,8 @@ from raygpt.corpus.tokenizers import Bytes, Char
 from raygpt.errors import RaygptError
 from raygpt.inference.generate import Sample
 from raygpt.inference.sampling import encode_prompt, sample, stream
+from raygpt.interop.gpt2 import from_hugging_face
+from raygpt.models import describe
 
 
 def written(text, stop=()):
@@ -168,7 +170,8 @@ def test_greedy_text_is_the_uncached_models_and_hugging_faces(engine):
     theirs = transformers.GPT2LMHeadModel(config).eval()
     model = Model(layers=2, heads=4, width=32, context=context, precision="fp32")
     reader = import_module(f"raygpt.engines.{engine}.reader").Reader(model, vocab)
-    state = reader.load({name: tensor.numpy() for name, tensor in theirs.state_dict().items()})
+    arrays = {name: tensor.numpy() for name, tensor in theirs.state_dict().items()}
+    state = reader.load(from_hugging_face(arrays, describe(model, vocab)))
     prompt = np.random.default_rng(0).integers(0, vocab, (3, 7)).astype(np.int32)
     found = sample(reader, state, prompt, 33, temperature=0.0)
     assert len(np.unique(found)) > 10, "a text worth comparing"

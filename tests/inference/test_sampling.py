@@ -142,26 +142,25 @@ def test_greedy_text_is_the_same_with_a_cache_as_without(trained):
 
 def greedy_without_cache(engine, state, prompt, tokens):
     """A whole forward pass for each token; what is behind the last one is masked by causality."""
+    import jax
     import jax.numpy as jnp
-    from flax import nnx
 
     from raygpt.engines.jax.attention import xla
     from raygpt.engines.jax.model import GPT
 
-    gpt = GPT(engine.recipe.model, VOCAB, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-    gpt = nnx.merge(nnx.split(gpt)[0], state.parameters)
-    forward = nnx.jit(lambda gpt, ids: gpt(ids, xla) @ gpt.table[:VOCAB].T)
+    gpt = GPT(engine.recipe.model, jnp.float32, xla)
+    forward = jax.jit(lambda parameters, ids: gpt(parameters, ids) @ parameters["tokens"][:VOCAB].T)
     ids = np.zeros((len(prompt), engine.context), dtype=np.int32)
     ids[:, : prompt.shape[1]] = prompt
     for place in range(prompt.shape[1], prompt.shape[1] + tokens):
-        ids[:, place] = np.asarray(forward(gpt, ids))[:, place - 1].argmax(-1)
+        ids[:, place] = np.asarray(forward(state.parameters, ids))[:, place - 1].argmax(-1)
     return ids[:, prompt.shape[1] : prompt.shape[1] + tokens]
 
 
 def test_ids_that_only_pad_the_table_are_never_drawn(trained):
     engine, state = trained
-    table = state.parameters["tokens"]["embedding"]
+    table = state.parameters["tokens"]
     loud = table.at[VOCAB:].set(1e3 * table[0])  # first or last of all, were they real
-    state = state._replace(parameters={**state.parameters, "tokens": {"embedding": loud}})
+    state = state._replace(parameters={**state.parameters, "tokens": loud})
     drawn = sample(engine, state, np.zeros((40, 1), dtype=np.int32), 23, temperature=5.0, top_k=None)
     assert VOCAB // 2 < drawn.max() < VOCAB

@@ -20,6 +20,7 @@ from raygpt.corpus import tokenizers
 from raygpt.corpus.feed import Feed, val_windows
 from raygpt.corpus.nanogpt import open_nanogpt
 from raygpt.errors import RaygptError, StorageError
+from raygpt.models import describe
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
 from raygpt.training.events import (
@@ -103,11 +104,11 @@ class FakeEngine:
         loss = self._losses.get(metrics, float(metrics))
         return {"loss": loss, "grad_norm": 0.5, "lr": 0.1, "skipped": 0.0, "spikes": self._spikes.get(metrics, 0.0)}
 
-    def score(self, state, windows):
+    def window_losses(self, state, windows):
         self.scored.append(windows)
         return windows.mean(1) + state
 
-    def grade(self, state, windows):
+    def token_logprobs(self, state, windows):
         """Every token is as likely as it is large, and the likeliest after it is itself where the state is even."""
         self.graded.append(windows)
         return -windows[:, 1:].astype(float), np.full(windows[:, 1:].shape, state % 2 == 0)
@@ -205,7 +206,7 @@ def test_on_a_known_device_a_log_event_has_mfu(make_task):
 
     task = make_task()
     for event in lines_of(run(task, H200()), StepLogged):
-        expected = event["tokens_per_s"] * task.recipe.model.flops_per_token(VOCAB) / (2 * 989e12)
+        expected = event["tokens_per_s"] * describe(task.recipe.model, VOCAB).flops_per_token / (2 * 989e12)
         assert event["mfu"] == pytest.approx(expected)
 
 
@@ -228,9 +229,9 @@ def test_speed_is_that_of_the_steps_alone(make_task, monkeypatch):
             self.now += 2 if state else 30
             return super().step(state, batch)
 
-        def score(self, state, windows):
+        def window_losses(self, state, windows):
             self.now += 5
-            return super().score(state, windows)
+            return super().window_losses(state, windows)
 
     engine = Timed()
     monkeypatch.setattr(
@@ -570,10 +571,10 @@ def test_it_goes_on_after_the_newest_checkpoint_with_the_batch_that_follows(make
 
 def test_a_validation_that_was_not_reached_after_its_save_is_made_up_for(make_task):
     class Killed(FakeEngine):
-        def score(self, state, windows):
+        def window_losses(self, state, windows):
             if state == 8:
                 raise RuntimeError("killed")
-            return super().score(state, windows)
+            return super().window_losses(state, windows)
 
     task = make_task(**{"training.checkpoint_every": 4})
     with pytest.raises(RuntimeError, match="killed"):
@@ -635,7 +636,8 @@ def test_a_repeating_text_is_learned_and_another_is_not(make_task, jax_engine):
     assert validated[0] == pytest.approx(np.log(VOCAB), abs=0.1)
     ids = np.resize(PATTERN[::-1], 10 * CONTEXT + 9)
     windows = np.stack([ids[n * CONTEXT : (n + 1) * CONTEXT + 1] for n in range(10)]).astype(np.int32)
-    assert validated[60] == pytest.approx(np.mean([engine.score(state, one[None])[0] for one in windows]), rel=1e-5)
+    losses = [engine.window_losses(state, one[None])[0] for one in windows]
+    assert validated[60] == pytest.approx(np.mean(losses), rel=1e-5)
     assert validated[60] > 3  # it reads backwards
     text = next(event.text for event in of(session.events, Sampled) if event.step == 60)
     assert len(text) == CONTEXT - 1
@@ -703,9 +705,9 @@ def test_within_a_long_validation_orders_are_asked_for_as_often(make_task, monke
     class Timed(FakeEngine):
         now = 0.0
 
-        def score(self, state, windows):
+        def window_losses(self, state, windows):
             self.now += 2 if len(self.scored) % 10 else 30  # the first is compiled
-            return super().score(state, windows)
+            return super().window_losses(state, windows)
 
     class Noting(LocalSession):
         after = ()

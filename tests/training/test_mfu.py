@@ -3,6 +3,7 @@
 import pytest
 
 from raygpt.config import Model
+from raygpt.models import describe
 from raygpt.training.mfu import PEAK_FLOPS, mfu, peak_flops
 
 
@@ -46,7 +47,7 @@ def test_every_name_of_the_table_finds_its_own_peak():
 def test_mfu_on_an_h200_is_the_references_formula():
     # REFERENCE.md: tok/s × (6·124.4e6 + 12·12·768·T) / 989e12; nanoGPT's 538 K tok/s are 0.468
     gpt2 = Model(preset="gpt2")
-    share = mfu(538_000.0, gpt2.flops_per_token(50257), "NVIDIA H200", 1)
+    share = mfu(538_000.0, describe(gpt2, 50257).flops_per_token, "NVIDIA H200", 1)
     assert share == pytest.approx(538e3 * (6 * 124_439_808 + 12 * 12 * 768 * 1024) / 989e12)
     assert share == pytest.approx(0.468, abs=5e-4)
-    assert mfu(8 * 538_000.0, gpt2.flops_per_token(50257), "NVIDIA H200", 8) == pytest.approx(share)
+    assert mfu(8 * 538_000.0, describe(gpt2, 50257).flops_per_token, "NVIDIA H200", 8) == pytest.approx(share)

@@ -89,8 +89,8 @@ def _on_each(mesh: Mesh, attention: Attention) -> Attention:
     shared = jax.shard_map(attention, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
     def compute(query: Array, key: Array, value: Array) -> Array:
-        is_alone = jax.sharding.get_abstract_mesh().manual_axes  # already, inside fused.py's own shard_map
-        return (attention if is_alone else shared)(query, key, value)
+        in_shard_map = jax.sharding.get_abstract_mesh().manual_axes  # already: fused.py has its own
+        return (attention if in_shard_map else shared)(query, key, value)
 
     return compute
 
@@ -120,12 +120,15 @@ class Cache(NamedTuple):
     values: Array
 
     def updated(self, keys: Array, values: Array, start: Array) -> "Cache":
-        """With those of the tokens from `start` on, [rows, time, heads, head_dim]."""
-        place = (0, 0, start, 0)
-        return Cache(
-            jax.lax.dynamic_update_slice(self.keys, _by_heads(keys), place),
-            jax.lax.dynamic_update_slice(self.values, _by_heads(values), place),
-        )
+        """With those of the tokens from `start` on, [rows, time, heads, head_dim]; `start` is a number or one a row."""
+
+        def write(cached: Array, new: Array) -> Array:
+            if jnp.ndim(start) == 0:
+                return jax.lax.dynamic_update_slice(cached, _by_heads(new), (0, 0, start, 0))
+            one = lambda cached, new, start: jax.lax.dynamic_update_slice(cached, new, (0, start, 0))  # noqa: E731
+            return jax.vmap(one)(cached, _by_heads(new), start)
+
+        return Cache(write(self.keys, keys), write(self.values, values))
 
     def attend(self, query: Array, keys: Array, values: Array, start: Array) -> Array:
         """Attention of new tokens, the first of them at position `start`, to those before and to each other.
@@ -133,8 +136,12 @@ class Cache(NamedTuple):
         The new keys are not read from the updated cache: XLA on a CPU would copy all of it for every token.
         """
         time, context = query.shape[1], self.keys.shape[-2]
-        earlier = jnp.broadcast_to(jnp.arange(context) < start, (time, context))
-        visible = jnp.concatenate([earlier, jnp.tril(jnp.ones((time, time), dtype=bool))], axis=1)
+        earlier = jnp.arange(context) < jnp.reshape(start, (-1, 1, 1, 1))  # [rows or 1, 1, 1, context]
+        causal = jnp.tril(jnp.ones((time, time), dtype=bool))
+        shape = (len(earlier), 1, time)
+        visible = jnp.concatenate(
+            [jnp.broadcast_to(earlier, (*shape, context)), jnp.broadcast_to(causal, (*shape, time))], axis=-1
+        )
         return _attend(query, [self.keys, _by_heads(keys)], [self.values, _by_heads(values)], visible)
 
 

@@ -7,21 +7,26 @@ not in one database (OCDBT), which a process would have to put together.
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from raygpt.config import Model
 from raygpt.engines.base import Weights
-from raygpt.engines.jax.names import to_hugging_face, to_weights
-from raygpt.engines.jax.sharding import shape_at
+from raygpt.engines.jax import format1
+from raygpt.engines.jax.parameters import to_plain
+from raygpt.engines.jax.sharding import from_this_host, shape_at
+from raygpt.engines.jax.step import State
+from raygpt.engines.loss_scale import LossScale
+from raygpt.engines.spikes import Spikes
+from raygpt.models import describe
 
 
 class Saver:
@@ -109,25 +114,41 @@ def _axes(side: Any) -> tuple[str, ...]:
 def restore(folder: str, shapes: Any, shardings: Any) -> Any:
     """The state in a folder, each array laid out as its sharding says."""
     orbax = ocp.StandardCheckpointer(multiprocessing_options=_alone())
-    return orbax.restore(folder, jax.tree.map(shape_at, shapes, shardings))
+    if not format1.is_old(_metadata(folder)):
+        return orbax.restore(folder, jax.tree.map(shape_at, shapes, shardings))
+    saved = _read(folder)  # whole on every host, this once: the next checkpoint has today's format
+    scale, spikes = LossScale(**saved["scale"]), Spikes(**saved["spikes"])
+    state = State(**{**saved, "scale": scale, "spikes": spikes})
+    return jax.tree.map(
+        lambda array, like, place: from_this_host(array.astype(like.dtype), place), state, shapes, shardings
+    )
 
 
 def read_parameters(folder: str, model: Model, vocab: int) -> dict[str, Any]:
-    """The parameters in a checkpoint under Hugging Face's names; AdamW's averages are not read."""
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
-        saved = orbax.metadata(folder).item_metadata.tree["parameters"]
-        as_arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
-        wanted = ocp.args.PyTreeRestore(
-            {"parameters": saved}, restore_args={"parameters": as_arrays}, partial_restore=True
-        )
-        return to_hugging_face(orbax.restore(folder, wanted)["parameters"], model, vocab)
+    """The parameters in a checkpoint; what the optimizer remembers is not read."""
+    return to_plain(_read(folder, ("parameters",))["parameters"], describe(model, vocab))
 
 
 def read_weights(folder: str, model: Model, vocab: int) -> Weights:
     """The state in a folder as arrays of this host, whatever mesh wrote it and whatever devices are here."""
-    orbax = ocp.PyTreeCheckpointer()
-    saved = orbax.metadata(folder).item_metadata.tree
-    as_arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
-    state = orbax.restore(folder, restore_args=as_arrays)
-    means, squares = (optax.tree.get(state["optimizer"], name) for name in ("mu", "nu"))
-    return to_weights(state["parameters"], means, squares, state["step"], model, vocab)
+    state, description = _read(folder), describe(model, vocab)
+    slots = {name: to_plain(slot, description) for name, slot in state["slots"].items()}
+    return Weights(to_plain(state["parameters"], description), slots, int(state["step"]))
+
+
+def _metadata(folder: str) -> dict[str, Any]:
+    """The tree of what was saved."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
+        tree: dict[str, Any] = orbax.metadata(folder).item_metadata.tree
+        return tree
+
+
+def _read(folder: str, parts: Sequence[str] = ()) -> dict[str, Any]:
+    """A state, or some parts of it, as a tree of NumPy arrays in today's format."""
+    saved = _metadata(folder)
+    wanted = {name: tree for name, tree in saved.items() if not parts or name in parts}
+    as_arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
+        options = ocp.args.PyTreeRestore(wanted, restore_args=as_arrays, partial_restore=True)
+        state: dict[str, Any] = orbax.restore(folder, options)
+    return format1.converted(state) if format1.is_old(saved) else state

@@ -4,9 +4,13 @@ import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from raygpt.engines.jax.processes import COUNT, FEW, use_cores
+from raygpt.engines.precision import choose_precision
 from raygpt.host import cores
+
+DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "fp64": jnp.float64}
 
 
 def use_all_cores() -> None:
@@ -35,3 +39,8 @@ def one() -> list[Any]:
 def peak_bytes() -> int:
     """The most that was in use on the first; 0 where it does not say, as a CPU."""
     return int((jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0))
+
+
+def precision_on(device: Any, wanted: str) -> str:
+    """Of the arithmetic on a device: bf16, fp16, fp32 or fp64."""
+    return choose_precision(wanted, device.platform, float(getattr(device, "compute_capability", "8.0")))

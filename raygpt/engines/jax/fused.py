@@ -13,16 +13,16 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from raygpt.config import Model
-from raygpt.engines.jax.attention import Attention
+from raygpt.engines.chunks import chunk_count
 from raygpt.engines.jax.embedding import embed
 from raygpt.engines.jax.kernels import add_norm, bias_gelu, cross_entropy, launch
 from raygpt.engines.jax.kernels.cross_entropy import CHUNK_LOGITS
 from raygpt.engines.jax.kernels.launch import LANES
-from raygpt.engines.jax.loss import chunk_count
-from raygpt.engines.jax.model import Layers, dropout, unstack
-from raygpt.engines.jax.step import Losses
+from raygpt.engines.jax.layers import Array, Parameters, dropout
+from raygpt.engines.jax.model import Layers, blocks_of, unstack
+from raygpt.engines.jax.step import Forward, Losses
 
-Array = jax.Array
+Norm = tuple[Array, Array]  # gain and bias
 TILE_ROWS = 16  # the most that a kernel takes at a time; a context of a multiple of it fits with any number of rows
 
 
@@ -38,15 +38,15 @@ def choose_kernels(device: Any, dtype: Any, mesh: Mesh, model: Model, layers: La
     return "fused" if hardware and tiles and whole and dtype == jnp.bfloat16 and not layers.scanned else "plain"
 
 
-def make_fused_losses(model: Model, dtype: Any, attention: Attention, mesh: Mesh, vocab: int, layers: Layers) -> Losses:
+def make_fused_losses(forward: Forward) -> Losses:
     """What step.make_losses makes, with kernels. Each device computes its own rows; gradients are summed at the end."""
+    table_name, mesh = forward.description.output_table, forward.mesh
 
     def own(parameters: Any, inputs: Array, targets: Array, weights: Array, keys: Array | None) -> tuple[Array, Array]:
-        hidden = hidden_state(parameters, inputs, attention, keys, model, layers, dtype)
-        table = parameters["tokens" if model.tied_head else "head"]["embedding"]
-        by_token = jnp.broadcast_to(weights[:, None], targets.shape).reshape(-1)
+        hidden, table = hidden_state(parameters, inputs, keys, forward), parameters[table_name]
         chunks = chunk_count(targets.size, len(table), CHUNK_LOGITS)
-        total, nll = cross_entropy(hidden, table, targets.reshape(-1), by_token, vocab, chunks)
+        tokens = targets.reshape(-1), weights.reshape(-1)
+        total, nll = cross_entropy(hidden, table, *tokens, forward.vocab, chunks)
         return total[None], nll.reshape(targets.shape).sum(1)
 
     def losses(
@@ -63,77 +63,71 @@ def make_fused_losses(model: Model, dtype: Any, attention: Attention, mesh: Mesh
 
 
 @jax.custom_vjp
-def project(x: Array, kernel: Array, bias: Array) -> tuple[Array, Array, Array]:
-    """Queries, keys and values, each [rows, width], of x [rows, width] by kernel [width, 3, width].
+def project(x: Array, kernels: tuple[Array, Array, Array], bias: Array) -> tuple[Array, Array, Array]:
+    """Queries, keys and values [rows, …] of x [rows, width] by three kernels [width, …].
 
     Three products, because cuDNN's attention takes three dense arrays: a single one would have to be split, and its
-    gradient merged, in passes of their own. Only queries get their bias [width] here. That of the keys adds one number
+    gradient merged, in passes of their own. Only queries get their bias here. That of the keys adds one number
     to all scores of a query, which softmax does not see, so it has no gradient; that of the values is the caller's.
     """
-    query, key, value = (x @ kernel[:, i].astype(x.dtype) for i in range(3))
+    query, key, value = (x @ kernel.astype(x.dtype) for kernel in kernels)
     return query + bias.astype(x.dtype), key, value
 
 
-def _project_backward(saved: tuple[Array, Array], gradients: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-    x, kernel = saved
+def _project_backward(saved: Any, gradients: tuple[Array, Array, Array]) -> Any:
+    x, kernels = saved
     exact = jnp.promote_types(x.dtype, jnp.float32)
-    parts = [(d @ kernel[:, i].astype(x.dtype).T).astype(exact) for i, d in enumerate(gradients)]
-    d_kernel = jnp.stack([(x.T @ d).astype(kernel.dtype) for d in gradients], axis=1)
-    return sum(parts[1:], parts[0]).astype(x.dtype), d_kernel, gradients[0].sum(0, dtype=exact)
+    parts = [(d @ kernel.astype(x.dtype).T).astype(exact) for kernel, d in zip(kernels, gradients, strict=True)]
+    d_kernels = tuple((x.T @ d).astype(kernel.dtype) for kernel, d in zip(kernels, gradients, strict=True))
+    return sum(parts[1:], parts[0]).astype(x.dtype), d_kernels, gradients[0].sum(0, dtype=exact)
 
 
-project.defvjp(lambda x, kernel, bias: (project(x, kernel, bias), (x, kernel)), _project_backward)
+project.defvjp(lambda x, kernels, bias: (project(x, kernels, bias), (x, kernels)), _project_backward)
 
 
-def hidden_state(
-    parameters: Any,
-    ids: Array,
-    attention: Attention,
-    keys: Array | None,
-    model: Model,
-    layers: Layers,
-    dtype: Any,
-) -> Array:
+def hidden_state(parameters: Parameters, ids: Array, keys: Array | None, forward: Forward) -> Array:
     """model.GPT's final hidden state of ids [rows, time], as [rows · time, width]. `keys` [rows] turn dropout on."""
-    rows, time = ids.shape
-    width, heads = model.width, model.heads
+    model, layers, dtype = forward.gpt.model, forward.gpt.layers, forward.gpt.dtype
+    (rows, time), width = ids.shape, model.width
 
-    def product(x: Array, parameters: Any, inner: int) -> Array:
-        return x @ parameters["kernel"].reshape(inner, -1).astype(dtype)
+    def product(x: Array, own: Parameters, name: str) -> Array:
+        return x @ own[f"{name}.kernel"].reshape(x.shape[1], -1).astype(dtype)
 
-    def bias(parameters: Any, size: int = width) -> Array:
-        return parameters["bias"].reshape(-1) if model.bias else jnp.zeros(size)
+    def bias(own: Parameters, name: str, size: int = width) -> Array:
+        found = own.get(f"{name}.bias")
+        return jnp.zeros(size) if found is None else found.reshape(-1)
 
     def drop(x: Array, site: Array | int) -> Array:
         return dropout(x.reshape(rows, time, width), keys, site, model.dropout).reshape(x.shape)
 
-    def join(stream: Array, update: Array, own_bias: Array, norm: Any, site: Array | int) -> tuple[Array, Array]:
+    def join(stream: Array, update: Array, own_bias: Array, norm: Norm, site: Array | int) -> tuple[Array, Array]:
         if keys is not None:  # what is dropped has its bias already
             update, own_bias = drop(update + own_bias.astype(dtype), site), jnp.zeros(width)
-        return add_norm(stream, update, own_bias, norm["scale"], bias(norm), model.norm_epsilon)
+        return add_norm(stream, update, own_bias, *norm, model.norm_epsilon)
+
+    def norm_of(own: Parameters, name: str) -> Norm:
+        return own[f"{name}.gain"], bias(own, name)
 
     @jax.jit  # traced once, and its kernels compiled once, for all layers
     @layers.recomputed
-    def block(stream: Array, normed: Array, p: Any, following: Any, layer: Array | int) -> tuple[Array, Array]:
+    def block(stream: Array, normed: Array, own: Parameters, following: Norm, layer: Array | int) -> Any:
         """The stream after a block, and normed as what follows wants it."""
-        biases = bias(p["qkv"], 3 * width).reshape(3, width)
-        qkv = project(normed, p["qkv"]["kernel"].reshape(width, 3, width), biases[0])
-        mixed = attention(*(x.reshape(rows, time, heads, width // heads) for x in qkv)).reshape(-1, width)
+        kernels = [own[f"{name}.kernel"] for name in ("query", "key", "value")]  # [width, heads, head]
+        qkv = project(normed, tuple(kernel.reshape(width, -1) for kernel in kernels), bias(own, "query"))
+        by_head = (x.reshape(rows, time, *kernel.shape[1:]) for x, kernel in zip(qkv, kernels, strict=True))
+        mixed = forward.gpt.attention(*by_head).reshape(len(normed), -1)
         # Attention's weights sum to 1: the values' bias passes through them, and is added with the output's.
-        passed = biases[2] @ p["out"]["kernel"].reshape(width, -1) if model.bias else 0.0
-        stream, normed = join(
-            stream, product(mixed, p["out"], width), bias(p["out"]) + passed, p["norm2"], 2 * layer + 1
-        )
-        hidden = bias_gelu(product(normed, p["up"], width), bias(p["up"], 4 * width))  # [rows · time, 4 · width]
-        return join(stream, product(hidden, p["down"], 4 * width), bias(p["down"]), following, 2 * layer + 2)
+        passed = bias(own, "value") @ own["out.kernel"].reshape(-1, width) if model.bias else 0.0
+        out = product(mixed, own, "out"), bias(own, "out") + passed
+        stream, normed = join(stream, *out, norm_of(own, "norm2"), 2 * layer + 1)
+        up = product(normed, own, "up")
+        hidden = bias_gelu(up, bias(own, "up", up.shape[1]))  # [rows · time, hidden]
+        return join(stream, product(hidden, own, "down"), bias(own, "down"), following, 2 * layer + 2)
 
-    blocks = unstack(parameters["blocks"], model.layers)
-    stream = drop(embed(parameters["tokens"]["embedding"], parameters["positions"]["embedding"], ids, dtype), 0)
-    first = blocks[0]["norm1"]
-    stream, normed = add_norm(
-        stream, jnp.zeros_like(stream), jnp.zeros(width), first["scale"], bias(first), model.norm_epsilon
-    )
-    for layer, p in enumerate(blocks):
-        following = blocks[layer + 1]["norm1"] if layer + 1 < model.layers else parameters["norm"]
-        stream, normed = block(stream, normed, p, following, layer)
+    blocks = unstack(blocks_of(parameters), model.layers)
+    norms = [*(norm_of(own, "norm1") for own in blocks), norm_of(parameters, "norm")]
+    stream = drop(embed(parameters["tokens"], parameters["positions"], ids, dtype), 0)
+    stream, normed = add_norm(stream, jnp.zeros_like(stream), jnp.zeros(width), *norms[0], model.norm_epsilon)
+    for layer, own in enumerate(blocks):
+        stream, normed = block(stream, normed, own, norms[layer + 1], layer)
     return normed

@@ -1,8 +1,8 @@
 """Cross-entropy that never holds the logits of a whole batch: in chunks of tokens, its gradient taken on the way.
 
-The logits of 32 rows of GPT-2 are 6.6 GB in fp32. Here a chunk's logits live only until its loss, and when training
-its share of the gradients, are summed. On a mesh every device goes through its own tokens in chunks, and keeps a sum
-of the table's gradient to itself until the last: the devices exchange it once, not once a chunk.
+A chunk's logits live only until its loss, and when training its share of the gradients, are summed. On a mesh every
+device goes through its own tokens in chunks, and keeps a sum of the table's gradient to itself until the last: the
+devices exchange it once, not once a chunk.
 """
 
 from functools import partial
@@ -11,21 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from raygpt.engines.jax.logits import accurate, logits
+
 Array = jax.Array
-CHUNK_BYTES = 2**30  # of fp32 logits at a time, on each device
-CACHE_BYTES, CACHE_TOKENS = 2**23, 512  # on a CPU what its caches hold; but products of fewer tokens are slow
-
-
-def chunk_count(tokens: int, vocab: int, limit: int) -> int:
-    """How many chunks to cut tokens into: the fewest equal ones of at most `limit` logits."""
-    wanted = -(-tokens * vocab // limit)
-    return next(count for count in range(min(wanted, tokens), tokens + 1) if tokens % count == 0)
-
-
-def chunk_count_on(platform: str, tokens: int, vocab: int) -> int:
-    """The same by what there is room for on devices of a kind: a GiB of logits in fp32, or a CPU's caches."""
-    room = min(CHUNK_BYTES, max(CACHE_BYTES, CACHE_TOKENS * vocab * 4)) if platform == "cpu" else CHUNK_BYTES
-    return chunk_count(tokens, vocab, room // 4)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -33,22 +21,22 @@ def cross_entropy(
     hidden: Array,
     table: Array,
     targets: Array,
-    scale: Array,
+    weights: Array,
     vocab: int,
     chunks: int,
     shards: tuple[int, int] = (1, 1),
 ) -> tuple[Array, Array]:
-    """(sum over rows of scale · loss, loss of each row), a row's loss being the sum over its tokens.
+    """(sum over tokens of weight · loss, loss of each row), a row's loss being the sum over its tokens.
 
     Only the sum has gradients, for hidden and table. `shards` says over how many devices rows and time are shared out.
-    hidden [rows, time, width], table [padded vocabulary, width], targets [rows, time], scale [rows].
+    hidden [rows, time, width], table [padded vocabulary, width], targets and weights [rows, time].
     """
     cut = partial(_cut, chunks=chunks, shards=shards)
     nll = jax.lax.map(lambda part: _nll(part[0], table, part[1], vocab)[0], (cut(hidden), cut(targets)))
-    return _summed(_join(nll, targets.shape), scale)
+    return _summed(_join(nll, targets.shape), weights)
 
 
-def grades(
+def token_logprobs(
     hidden: Array, table: Array, targets: Array, vocab: int, chunks: int, shards: tuple[int, int]
 ) -> tuple[Array, Array]:
     """Each target's log-probability, and whether it is the likeliest: [rows, time]."""
@@ -63,7 +51,7 @@ def grades(
 
 
 def _forward(
-    hidden: Array, table: Array, targets: Array, scale: Array, vocab: int, chunks: int, shards: tuple[int, int]
+    hidden: Array, table: Array, targets: Array, weights: Array, vocab: int, chunks: int, shards: tuple[int, int]
 ) -> Any:
     """As above, with the gradients of the first result for hidden and table, while the logits are at hand."""
     cut = partial(_cut, chunks=chunks, shards=shards)
@@ -76,11 +64,10 @@ def _forward(
         dtable += jnp.einsum("rctv,rctd->rcvd", dlogits, h, preferred_element_type=dtable.dtype)
         return dtable, (nll, jnp.einsum("rctv,vd->rctd", dlogits, table.astype(h.dtype)))
 
-    weights = jnp.broadcast_to(scale[:, None], targets.shape)
-    start = jnp.zeros((*shards, *table.shape), _accurate(hidden))  # each device's own sum
+    start = jnp.zeros((*shards, *table.shape), accurate(hidden.dtype))  # each device's own sum
     dtable, (nll, dhidden) = jax.lax.scan(chunk, start, (cut(hidden), cut(targets), cut(weights)))
     gradients = _join(dhidden, hidden.shape), dtable.sum((0, 1)).astype(table.dtype)
-    return _summed(_join(nll, targets.shape), scale), gradients
+    return _summed(_join(nll, targets.shape), weights), gradients
 
 
 def _backward(vocab: int, chunks: int, shards: tuple[int, int], gradients: Any, cotangents: tuple[Array, Array]) -> Any:
@@ -92,23 +79,18 @@ def _backward(vocab: int, chunks: int, shards: tuple[int, int], gradients: Any, 
 cross_entropy.defvjp(_forward, _backward)
 
 
-def _summed(nll: Array, scale: Array) -> tuple[Array, Array]:
-    losses = nll.sum(1)
-    return (losses * scale).sum(), losses
+def _summed(nll: Array, weights: Array) -> tuple[Array, Array]:
+    return (nll * weights).sum(), nll.sum(1)
 
 
 def _nll(hidden: Array, table: Array, targets: Array, vocab: int) -> tuple[Array, Array]:
     """Loss of each token and the probabilities, in fp32 at least; ids that only pad the table are impossible."""
-    logits = jnp.einsum("rctd,vd->rctv", hidden, table.astype(hidden.dtype), preferred_element_type=_accurate(hidden))
-    padding = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 3) >= vocab
-    logits = jnp.where(padding, -jnp.inf, logits)
-    log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)
-    return (log_total - picked)[..., 0], jnp.exp(logits - log_total)
-
-
-def _accurate(x: Array) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32)
+    scores = logits(hidden, table)
+    padding = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 3) >= vocab
+    scores = jnp.where(padding, -jnp.inf, scores)
+    log_total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    picked = jnp.take_along_axis(scores, targets[..., None], axis=-1)
+    return (log_total - picked)[..., 0], jnp.exp(scores - log_total)
 
 
 def _cut(x: Array, chunks: int, shards: tuple[int, int]) -> Array:

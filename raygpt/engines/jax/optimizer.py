@@ -1,51 +1,53 @@
-"""AdamW and the learning rate, from a recipe, in Optax."""
+"""AdamW from a recipe, in Optax, with what it remembers in named slots."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from raygpt.config import Recipe
+from raygpt.models import Description
 
-DECAYED = ("kernel", "embedding")  # matrices; the rest are biases and the scales of norms
+Array = jax.Array
+Tree = dict[str, Array]  # by parameter
+Slots = dict[str, Tree]
 
 
-def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+class Optimizer(NamedTuple):
+    """How gradients become a step."""
+
+    init: Callable[[Tree], Slots]  # parameters to slots before the first step
+    update: Callable[[Tree, Tree, Slots, Array], tuple[Tree, Slots]]
+    """(gradients, parameters, slots, updates so far) to what the rate is multiplied by, and the slots after it."""
+
+
+def make_optimizer(recipe: Recipe, description: Description) -> Optimizer:
     """Clip by the global norm where asked for, then AdamW at a rate of -1.
 
     The rate is the step's and applied there: a step that is left out does not count here, but it does for the rate.
     """
     settings = recipe.optimizer
-    # Their states have one structure, whatever the settings: a run that begins with another's state may change them.
-    return optax.chain(
-        optax.identity() if settings.clip is None else optax.clip_by_global_norm(settings.clip),
-        optax.scale_by_adam(b1=settings.betas[0], b2=settings.betas[1], eps=settings.epsilon),
-        optax.add_decayed_weights(settings.weight_decay, _matrices if settings.decay == "matrices" else _everything),
-    )
+    clip = optax.identity() if settings.clip is None else optax.clip_by_global_norm(settings.clip)
+    adam = optax.scale_by_adam(b1=settings.betas[0], b2=settings.betas[1], eps=settings.epsilon)
+    decays = {p.name: settings.decay == "all" or not p.is_vector for p in description.parameters}
+    decay = optax.add_decayed_weights(settings.weight_decay, decays)
+
+    def init(parameters: Tree) -> Slots:
+        return {slot: jax.tree.map(jnp.zeros_like, parameters) for slot in ("means", "squares")}
+
+    def update(gradients: Tree, parameters: Tree, slots: Slots, updates: Array) -> tuple[Tree, Slots]:
+        gradients, _ = clip.update(gradients, clip.init(parameters))
+        before = optax.ScaleByAdamState(updates, slots["means"], slots["squares"])
+        direction, after = adam.update(gradients, before)
+        direction, _ = decay.update(direction, decay.init(parameters), parameters)
+        return direction, {"means": after.mu, "squares": after.nu}
+
+    return Optimizer(init, update)
 
 
-def learning_rate(recipe: Recipe) -> optax.Schedule:
-    """The rate of step n. Warm-up rises to the full rate at step `warmup_steps`; no step has a rate of zero."""
-    peak, plan, steps = recipe.optimizer.learning_rate, recipe.schedule, recipe.steps
-    rest = max(1, steps - plan.warmup_steps)
-    falling = max(1, round(plan.decay_share * steps))
-    after = {
-        "constant": optax.constant_schedule(peak),
-        "cosine": optax.cosine_decay_schedule(peak, rest, alpha=plan.end),
-        "linear": optax.linear_schedule(peak, peak * plan.end, rest),
-        "wsd": optax.linear_schedule(peak, peak * plan.end, falling, transition_begin=rest - falling),
-    }[plan.kind]
-    if not plan.warmup_steps:
-        return after
-    rising = optax.linear_schedule(peak / (plan.warmup_steps + 1), peak, plan.warmup_steps)
-    return optax.join_schedules([rising, after], [plan.warmup_steps])
-
-
-def _matrices(parameters: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: any(getattr(part, "key", None) in DECAYED for part in path), parameters
-    )
-
-
-def _everything(parameters: Any) -> Any:
-    return jax.tree.map(lambda _: True, parameters)
+def learning_rate(recipe: Recipe) -> Callable[[Array], Array]:
+    """The rate of the step that follows so many others."""
+    peak, schedule, steps = recipe.optimizer.learning_rate, recipe.schedule, recipe.steps
+    return lambda step: peak * schedule.share(step, steps, jnp)

@@ -4,7 +4,7 @@ Rows of a batch are shared out over data × fsdp, time over context. Parameters 
 share, XLA gathers a layer when it is computed) and along tensor (heads, the MLP's hidden layer, the vocabulary).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,23 +16,12 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from raygpt import config
+from raygpt.models import Description
 
 AXES = ("data", "fsdp", "tensor", "context")
 ROWS = ("data", "fsdp")
 RESIDUAL = P(ROWS, "context", None)  # [rows, time, width]
 BATCH = P(None, ROWS, "context")  # [accumulation, rows, time]
-
-PARAMETERS = {  # stacked ones begin with the axis of layers
-    "tokens.embedding": P("tensor", "fsdp"),
-    "head.embedding": P("tensor", "fsdp"),
-    "positions.embedding": P(None, "fsdp"),
-    "blocks.qkv.kernel": P(None, "fsdp", None, "tensor", None),
-    "blocks.qkv.bias": P(None, None, "tensor", None),
-    "blocks.out.kernel": P(None, "tensor", None, "fsdp"),
-    "blocks.up.kernel": P(None, "fsdp", "tensor"),
-    "blocks.up.bias": P(None, "tensor"),
-    "blocks.down.kernel": P(None, "tensor", "fsdp"),
-}  # what is not here is a vector of the model's width: every device has it
 
 
 def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
@@ -49,15 +38,15 @@ def _arranged(devices: Sequence[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     return np.asarray(devices).reshape(shape)
 
 
-def parameter_shardings(mesh: Mesh, parameters: Any) -> Any:
-    """A sharding for every parameter of a tree, or of an optimizer's tree that repeats it."""
+def state_shardings(mesh: Mesh, description: Description, state: Any) -> Any:
+    """A sharding for every array of a state: a parameter's own, also for what an optimizer keeps of it in its slots;
+    every device has the rest."""
 
     def place(path: Any, leaf: Any) -> NamedSharding:
-        name = ".".join(str(getattr(part, "key", getattr(part, "name", ""))) for part in path)
-        spec = next((spec for known, spec in PARAMETERS.items() if f".{known}." in f".{name}."), P())
-        return NamedSharding(mesh, _fitting(spec, leaf.shape, mesh))
+        parameter = description.by_name.get(getattr(path[-1], "key", ""))
+        return NamedSharding(mesh, _fitting(P(*parameter.mesh_axes) if parameter else P(), leaf.shape, mesh))
 
-    return jax.tree_util.tree_map_with_path(place, parameters)
+    return jax.tree_util.tree_map_with_path(place, state)
 
 
 def from_this_host(array: Any, sharding: NamedSharding) -> jax.Array:
@@ -81,17 +70,18 @@ def constrain_residual(mesh: Mesh, x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, RESIDUAL))
 
 
-def gather_tables(mesh: Mesh, parameters: Any) -> Any:
+def gather_tables(mesh: Mesh, description: Description, parameters: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Parameters with fsdp's shares of the token tables together, as lookup and head need them.
 
     Left to itself on fsdp × tensor, XLA looks the shares up and brings the whole batch's rows to every device instead.
     """
 
-    def gather(table: Any) -> Any:
-        place = NamedSharding(mesh, _fitting(P("tensor", None), table["embedding"].shape, mesh))
-        return {"embedding": jax.lax.with_sharding_constraint(table["embedding"], place)}
+    def gather(table: jax.Array) -> jax.Array:
+        place = NamedSharding(mesh, _fitting(P("tensor", None), table.shape, mesh))
+        return jax.lax.with_sharding_constraint(table, place)
 
-    return {**parameters, **{name: gather(parameters[name]) for name in ("tokens", "head") if name in parameters}}
+    tables = {p.name for p in description.parameters if "vocabulary" in p.axes}
+    return {name: gather(array) if name in tables else array for name, array in parameters.items()}
 
 
 def _fitting(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:

@@ -1,4 +1,4 @@
-"""Causal attention by PyTorch's fused kernels, and with a cache of what was read before."""
+"""Causal attention by PyTorch's fused kernels, and with a cache of the tokens before."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,36 +7,67 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value [rows, heads, time, head_dim] to the same
+from raygpt.engines.base import Positions
+
+# query [rows, heads, time, head], key and value [rows, kv_heads, time, head] to [rows, heads, time, head]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Each token to those before it and itself; on CUDA a kernel that never stores the scores."""
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=_is_grouped(query, key))
 
 
-def visible(start: int, end: int, device: torch.device) -> Tensor | None:
-    """What each token from `start` on may look at, [time, end]: all up to itself. A single one sees everything."""
-    if end == start + 1:
-        return None
-    place = torch.arange(end, device=device)
-    return place <= place[start:, None]
+def _is_grouped(query: Tensor, key: Tensor) -> bool:
+    """Whether several heads share a key."""
+    return query.shape[1] != key.shape[1]
+
+
+class Span:
+    """The positions of tokens [rows, time] that follow `start` others: the same ones in all rows, or of each row."""
+
+    def __init__(self, start: Positions, time: int, device: torch.device):
+        self.start = start
+        own = torch.arange(time, device=device)
+        if isinstance(start, int):
+            self.end = start + time
+            self.positions = own + start  # [time]
+        else:
+            self.end = int(start.max()) + time  # known to the host: nothing waits for the device
+            self.positions = torch.as_tensor(start).to(device).long()[:, None] + own  # [rows, time]
+
+    @property
+    def visible(self) -> Tensor | None:
+        """The positions up to `end` that each token sees, all up to its own: [time, end] or [rows, 1, time, end]. None
+        stands for all of them."""
+        if isinstance(self.start, int) and self.end == self.start + 1:
+            return None
+        seen = torch.arange(self.end, device=self.positions.device) <= self.positions[..., None]
+        return seen if seen.ndim == 2 else seen[:, None]
+
+    def write(self, cache: Tensor, new: Tensor) -> Tensor:
+        """Put what is new [rows, kv_heads, time, head] into its places of a layer's cache; all of it up to `end`."""
+        if isinstance(self.start, int):
+            cache[:, :, self.start : self.end] = new
+        else:
+            rows = torch.arange(len(cache), device=cache.device)[:, None]
+            cache[rows, :, self.positions] = new.transpose(1, 2)
+        return cache[:, :, : self.end]
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far: each [layers, rows, heads, context, head_dim]."""
+    """Keys and values of the tokens so far: each [layers, rows, kv_heads, context, head]."""
 
     keys: Tensor
     values: Tensor
 
-    def attention(self, layer: int, start: int) -> Attention:
-        """Attention of tokens from `start` on to all up to their own; their keys and values are added."""
+    def attention(self, layer: int, span: Span, visible: Tensor | None) -> Attention:
+        """Attention of a span's tokens to all up to their own; their keys and values are added."""
 
         def cached(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            end = start + query.shape[2]
-            self.keys[layer, :, :, start:end] = key
-            self.values[layer, :, :, start:end] = value
-            keys, values = self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
-            return F.scaled_dot_product_attention(query, keys, values, attn_mask=visible(start, end, query.device))
+            keys, values = span.write(self.keys[layer], key), span.write(self.values[layer], value)
+            return F.scaled_dot_product_attention(
+                query, keys, values, attn_mask=visible, enable_gqa=_is_grouped(query, key)
+            )
 
         return cached

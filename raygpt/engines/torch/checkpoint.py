@@ -1,6 +1,6 @@
-"""Saving and restoring the PyTorch engine's state: a file of safetensors per share, written in the background.
+"""Saving and restoring the PyTorch engine's state: a file of safetensors per shard, written in the background.
 
-Each file holds a part of every tensor (parameters, AdamW's averages) and says in its header where in the whole it
+Each file holds a part of every tensor (parameters, the optimizer's slots) and says in its header where in the whole it
 begins; `state.json` says the rest. So any number of processes reads just the parts that it needs. Nothing is pickled.
 """
 
@@ -19,19 +19,21 @@ from torch import Tensor
 from raygpt import storage
 from raygpt.config import Model
 from raygpt.engines.base import Weights
-from raygpt.engines.torch.names import hugging_face_name, to_hugging_face
-from raygpt.engines.torch.state import MEANS, PARAMETERS, SQUARES
+from raygpt.engines.torch.huggingface_parameters import HuggingFaceLayout
+from raygpt.engines.torch.parameters import Layout, OwnLayout, Slices
+from raygpt.engines.torch.state import PARAMETERS
 from raygpt.errors import RaygptError
+from raygpt.models import Description, describe
 
 INDEX = "state.json"
-FORMAT = 2  # of the tensors: in the first, queries, keys and values did not come head by head
+FORMAT = 3  # of the tensors: in the second, queries, keys and values were one
 
 
-class Share(NamedTuple):
+class Shard(NamedTuple):
     """A part of a tensor, and where it is in the whole."""
 
     tensor: Tensor
-    where: tuple[slice, ...]
+    slices: Slices
 
 
 class Saver:
@@ -43,10 +45,10 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def reserve(self, shares: Mapping[str, Share]) -> None:
+    def reserve(self, shards: Mapping[str, Shard]) -> None:
         """Begin to make the host's memory for what will be saved: for GPT-2 that is 1.5 GB, and takes 1.3 s if it is
         pinned. Done while the first step is compiled, no step waits for it."""
-        tensors = {name: part.tensor for name, part in shares.items()}
+        tensors = {name: part.tensor for name, part in shards.items()}
         self._making = threading.Thread(target=self._make, args=(tensors,), daemon=True)
         self._making.start()
 
@@ -55,18 +57,18 @@ class Saver:
         """Or about to be."""
         return self._making is not None
 
-    def save(self, shares: Mapping[str, Share], folder: str, share: int, index: dict[str, Any] | None) -> None:
-        """Begin to write this process's rows as file number `share`, and the index where this process has it."""
+    def save(self, shards: Mapping[str, Shard], folder: str, number: int, index: dict[str, Any] | None) -> None:
+        """Begin to write this process's shards as a file of that number, and the index where this process has it."""
         self.wait()
-        copied = self._copy({name: part.tensor for name, part in shares.items()})
-        places = {name: " ".join(str(side.start) for side in part.where) for name, part in shares.items()}
+        copied = self._copy({name: part.tensor for name, part in shards.items()})
+        places = {name: " ".join(str(side.start) for side in part.slices) for name, part in shards.items()}
 
         def write() -> None:
             try:
                 if copied:
                     copied.synchronize()
-                with storage.written_whole(storage.join(folder, _file(share))) as path:
-                    save_file({name: self._host[name] for name in shares}, path, places)
+                with storage.written_whole(storage.join(folder, _file(number))) as path:
+                    save_file({name: self._host[name] for name in shards}, path, places)
                 if index is not None:
                     storage.write_bytes(storage.join(folder, INDEX), json.dumps(index, indent=1).encode())
             except BaseException as error:
@@ -110,25 +112,26 @@ class CheckpointReader:
     """The tensors in a folder, whole or in part."""
 
     def __init__(self, folder: str):
-        try:
-            self.index = json.loads(storage.read_bytes(storage.join(folder, INDEX)))
-        except FileNotFoundError:
-            raise RaygptError(f"{folder} is no checkpoint of engine torch: it has no {INDEX}") from None
-        if self.index.get("format") != FORMAT:
-            raise RaygptError(f"{folder} is a checkpoint of another version of raygpt; begin a new run: run.name=NAME")
-        files = [safe_open(Path(folder, _file(share)), "pt") for share in range(self.index["shares"])]
+        self.index = _read_index(folder)
+        files = [safe_open(Path(folder, _file(number)), "pt") for number in range(self.index["shares"])]
         self._parts: dict[str, list[tuple[list[int], Any]]] = {}  # name -> (where it begins, slice of a file)
         for file in files:
             for name, place in file.metadata().items():
                 self._parts.setdefault(name, []).append(([int(first) for first in place.split()], file.get_slice(name)))
 
+    @property
+    def slots(self) -> list[str]:
+        """Of the optimizer, by name."""
+        kinds = dict.fromkeys(name.partition("/")[0] for name in self._parts if "/" in name)
+        return [kind for kind in kinds if kind != PARAMETERS]
+
     def names(self, kind: str) -> list[str]:
         """Of all parameters that have a tensor of this kind."""
         return [name.removeprefix(f"{kind}/") for name in self._parts if name.startswith(f"{kind}/")]
 
-    def read(self, name: str, where: tuple[slice, ...] | None = None) -> Tensor:
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
         """A part of a tensor, or all of it."""
-        wanted = where or tuple(slice(0, end) for end in self._shape(name))
+        wanted = slices or tuple(slice(0, end) for end in self._shape(name))
         result = torch.empty([side.stop - side.start for side in wanted])
         for begins, part in self._parts[name]:
             ends = [begin + size for begin, size in zip(begins, part.get_shape(), strict=True)]
@@ -141,36 +144,63 @@ class CheckpointReader:
             result[_slices(lows, highs, [side.start for side in wanted])] = piece
         return result  # empty where a process has no part of a small tensor
 
+    def read_shard(self, kind: str, name: str, slices: Slices) -> Tensor:
+        """Of a parameter, or of its slot."""
+        return self.read(f"{kind}/{name}", slices)
+
     def _shape(self, name: str) -> list[int]:
         """Of the whole, which ends where the last part does."""
         ends = [[*map(sum, zip(begins, part.get_shape(), strict=True))] for begins, part in self._parts[name]]
         return [max(sides) for sides in zip(*ends, strict=True)]
 
 
-def _slices(lows: list[int], highs: list[int], origin: list[int]) -> tuple[slice, ...]:
+def _slices(lows: list[int], highs: list[int], origin: list[int]) -> Slices:
     """From lows to highs, counted from an origin."""
     return tuple(slice(low - zero, high - zero) for low, high, zero in zip(lows, highs, origin, strict=True))
 
 
+def open_checkpoint(folder: str, heads: int) -> CheckpointReader:
+    """A checkpoint of this format, or of the one before, in which a model of so many heads was saved."""
+    if _read_index(folder).get("format") == FORMAT:
+        return CheckpointReader(folder)
+    from raygpt.engines.torch.format2 import Format2Reader
+
+    return Format2Reader(folder, heads)
+
+
+def _read_index(folder: str) -> dict[str, Any]:
+    try:
+        index: dict[str, Any] = json.loads(storage.read_bytes(storage.join(folder, INDEX)))
+    except FileNotFoundError:
+        raise RaygptError(f"{folder} is no checkpoint of engine torch: it has no {INDEX}") from None
+    if index.get("format") not in (FORMAT, 2):
+        raise RaygptError(f"{folder} is a checkpoint of another version of raygpt; begin a new run: run.name=NAME")
+    return index
+
+
 def read_parameters(folder: str, model: Model, vocab: int) -> dict[str, Any]:
-    """The parameters in a checkpoint under Hugging Face's names; AdamW's averages are not read."""
-    return _arrays(CheckpointReader(folder), PARAMETERS, model, vocab)
+    """The parameters in a checkpoint, as `Weights` has them; the optimizer's slots are not read."""
+    return _arrays(open_checkpoint(folder, model.heads), PARAMETERS, model, vocab)
 
 
 def read_weights(folder: str, model: Model, vocab: int) -> Weights:
-    """A checkpoint on the host, as both engines and the outside world understand it."""
-    reader = CheckpointReader(folder)
-    parameters, means, squares = (_arrays(reader, kind, model, vocab) for kind in (PARAMETERS, MEANS, SQUARES))
-    return Weights(parameters, means, squares, reader.index["step"])
+    """A checkpoint on the host, as both engines understand it."""
+    reader = open_checkpoint(folder, model.heads)
+    slots = {slot: _arrays(reader, slot, model, vocab) for slot in reader.slots}
+    return Weights(_arrays(reader, PARAMETERS, model, vocab), slots, reader.index["step"])
 
 
 def _arrays(reader: CheckpointReader, kind: str, model: Model, vocab: int) -> dict[str, Any]:
-    whole = {name: reader.read(f"{kind}/{name}") for name in reader.names(kind)}
-    return {
-        hugging_face_name(name): to_hugging_face(name, tensor, vocab, model.heads).contiguous().numpy()
-        for name, tensor in whole.items()
-    }
+    tensors = {name: reader.read(f"{kind}/{name}") for name in reader.names(kind)}
+    # A recipe may ask for raygpt's own implementation where transformers' wrote the checkpoint, e.g. for engine jax.
+    implementation = "raygpt" if "tokens.weight" in tensors else "huggingface"
+    return layout_of(implementation, describe(model, vocab)).arrays(tensors)
 
 
-def _file(share: int) -> str:
-    return f"share-{share:05d}.safetensors"
+def layout_of(implementation: str, description: Description) -> Layout:
+    """How the modules of an implementation hold the parameters, and under which names a checkpoint has them."""
+    return OwnLayout(description) if implementation == "raygpt" else HuggingFaceLayout(description)
+
+
+def _file(number: int) -> str:
+    return f"share-{number:05d}.safetensors"

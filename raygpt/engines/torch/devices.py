@@ -1,6 +1,10 @@
-"""The devices that PyTorch finds here, for those who ask before there is an engine."""
+"""The devices that PyTorch finds here, and the dtypes that they compute in. No model is imported."""
 
 import torch
+
+from raygpt.engines import precision
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def use_all_cores() -> None:
@@ -20,3 +24,27 @@ def is_accelerated() -> bool:
 def peak_bytes() -> int:
     """The most that was in use on the GPU; 0 without one."""
     return torch.cuda.max_memory_allocated()
+
+
+def choose_device() -> torch.device:
+    """The GPU that this process was given, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def choose_precision(wanted: str, device: torch.device) -> str:
+    """The recipe's, or the best that this device has."""
+    if device.type == "cpu":
+        return precision.choose_precision(wanted, "cpu")
+    major, minor = torch.cuda.get_device_capability(device)
+    return precision.choose_precision(wanted, "gpu", major + minor / 10)
+
+
+def accurate(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or more where the arithmetic is in more: of parameters, norms and losses."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """Makes matrix products of fp32 parameters in 16 bits; does nothing where all is computed in their dtype."""
+    is_mixed = dtype != accurate(dtype)
+    return torch.autocast(device.type, dtype if is_mixed else None, enabled=is_mixed)

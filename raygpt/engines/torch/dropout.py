@@ -7,16 +7,9 @@ are hashed from its row's key and its place in the row, so whoever computes a ro
 import torch
 from torch import Tensor
 
+from raygpt.models.draws import mix
+
 START = (0x243F6A88, 0x13198A2E)  # digits of pi: zero would stay zero
-
-
-def mix(x: Tensor) -> Tensor:
-    """int32 to int32, one to one, every bit of the result hanging on every bit of x (Wellons' lowbias32)."""
-    x = x ^ (x >> 16 & 0xFFFF)  # the shift repeats the sign; the mask makes it zeros
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15 & 0x1FFFF)
-    x = x * -0x7B935975  # 0x846CA68B, as int32 has it
-    return x ^ (x >> 16 & 0xFFFF)
 
 
 def fold(key: tuple[Tensor, Tensor], number: Tensor | int) -> tuple[Tensor, Tensor]:

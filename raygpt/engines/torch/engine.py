@@ -1,8 +1,8 @@
-"""The PyTorch engine: a recipe's model on one device per process, stepped, scored and named."""
+"""The PyTorch engine: a recipe's model on one device per process, trained, evaluated, sampled and saved."""
 
 import os
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -12,44 +12,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raygpt.config import Recipe
-from raygpt.engines.base import Devices, Weights
-from raygpt.engines.torch.checkpoint import FORMAT, CheckpointReader, Saver, Share
-from raygpt.engines.torch.initial import initial
+from raygpt.engines.base import Devices, Positions, Weights
+from raygpt.engines.loss_scale import LossScale
+from raygpt.engines.microbatches import Microbatches, arrange, needed_rows
+from raygpt.engines.spikes import Spikes
+from raygpt.engines.torch.checkpoint import FORMAT, Saver, Shard, layout_of, open_checkpoint
+from raygpt.engines.torch.devices import DTYPES, accurate, autocast, choose_device, choose_precision
 from raygpt.engines.torch.loss import Objective
 from raygpt.engines.torch.memory import recompute
-from raygpt.engines.torch.model import GPT, accurate
-from raygpt.engines.torch.names import from_hugging_face, hugging_face_name, to_hugging_face
-from raygpt.engines.torch.optimizer import make_optimizer
+from raygpt.engines.torch.model import GPT
+from raygpt.engines.torch.optimizer import SLOTS, make_optimizer
+from raygpt.engines.torch.parameters import Values
 from raygpt.engines.torch.sharding import (
-    fill,
+    gather_tensor,
     is_owner,
-    join_copies,
     local,
     make_mesh,
     process_count,
-    share_out,
-    where,
-    whole,
+    replicate,
+    shard_parameters,
+    shard_slices,
 )
-from raygpt.engines.torch.state import FIRST_SCALE, KINDS, MEANS, PARAMETERS, SQUARES, LossScale, Spikes, State
-from raygpt.engines.torch.step import Batch, Metrics, make_step, score
+from raygpt.engines.torch.state import FIRST_SCALE, PARAMETERS, State
+from raygpt.engines.torch.step import Batch, Metrics, make_step, window_losses
 from raygpt.host import cores, memory_for_work
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-
-
-def choose_precision(wanted: str, device: torch.device) -> str:
-    """bf16 where the device computes it fast: NVIDIA from Ampere on; fp16 on older GPUs; fp32 on a CPU."""
-    if wanted != "auto":
-        return wanted
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
-    return "fp32"
-
-
-def choose_device() -> torch.device:
-    """The GPU that this process was given, or the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+from raygpt.models import describe
 
 
 def find_devices(recipe: Recipe) -> Devices:
@@ -92,19 +79,16 @@ class TorchEngine:
         self.device = torch.device(device) if device else choose_device()
         self.mesh = make_mesh(recipe, self.device)
         self.batch_rows = recipe.rows
+        self._microbatches = Microbatches(recipe.rows, accumulation, self.mesh.dp_size)
+        self._layout = layout_of(recipe.model.implementation, describe(recipe.model, vocab))
         self.precision = precision or choose_precision(recipe.model.precision, self.device)
         self._dtype = DTYPES[self.precision]
         self._param_dtype = accurate(self._dtype)
         self._half = self.precision == "fp16"
-        mixed = self._dtype != self._param_dtype
-        self._autocast = torch.autocast(self.device.type, self._dtype if mixed else None, enabled=mixed)
+        self._autocast = autocast(self.device, self._dtype)
         self._compiles = recipe.training.compile == "unrolled" or (
             recipe.training.compile == "auto" and self.device.type == "cuda"
         )
-
-    @property
-    def device_count(self) -> int:
-        return self.mesh.size
 
     def describe(self) -> dict[str, str]:
         """What computes, for people."""
@@ -127,44 +111,44 @@ class TorchEngine:
     def start(self) -> State:
         """The state before step 0."""
         state = self._blank()
-        self._fill(state, PARAMETERS, lambda name: initial(name, self.recipe, self.vocab))
+        self._fill(state, PARAMETERS, self._layout.first_values(self.recipe.training.seed, self.device))
         return self._joined(state)
 
     def load(self, weights: Weights) -> State:
-        """A state with those parameters; averages that are not given are zero."""
+        """A state with those parameters; slots that are not given are zero."""
         state = self._blank(weights.step)
-        self._fill(state, PARAMETERS, lambda name: torch.tensor(weights.parameters[name]))
-        if weights.means:
-            self._fill(state, MEANS, lambda name: torch.tensor(weights.means[name]))
-            self._fill(state, SQUARES, lambda name: torch.tensor(weights.squares[name]))
+        given = {slot: arrays for slot, arrays in weights.slots.items() if slot in SLOTS}
+        for kind, arrays in {PARAMETERS: weights.parameters, **given}.items():
+            self._fill(state, kind, self._layout.values(arrays))
+        if given:
             state.set_updates(weights.step)
         return self._joined(state)
 
     def gather(self, state: State) -> Weights:
         """All of a state as arrays of this host. Every process takes part and gets it."""
-        arrays: dict[str, dict[str, NDArray[Any]]] = {kind: {} for kind in KINDS}
+        tensors: dict[str, dict[str, Tensor]] = {}
         for kind, name, tensor in state.tensors():
-            theirs = to_hugging_face(name, whole(tensor, self.mesh), self.vocab, self.recipe.model.heads)
-            arrays[kind][hugging_face_name(name)] = theirs.cpu().contiguous().numpy().copy()
-        return Weights(arrays[PARAMETERS], arrays[MEANS], arrays[SQUARES], state.step)
+            tensors.setdefault(kind, {})[name] = gather_tensor(tensor, self.mesh).cpu()
+        arrays = {kind: self._layout.arrays(named) for kind, named in tensors.items()}
+        return Weights(arrays.pop(PARAMETERS), arrays, state.step)
 
     def save(self, state: State, folder: str) -> None:
         """Begin to write the state into a folder, in the background."""
         if self.mesh.is_first_copy:
-            whole_run = {"format": FORMAT, "shares": self.mesh.shares, "step": state.step}
-            index = whole_run if self.mesh.share == 0 else None
-            self._saver.save(self._shares(state), folder, self.mesh.share, index)
+            whole_run = {"format": FORMAT, "shares": self.mesh.num_shards, "step": state.step}
+            index = whole_run if self.mesh.shard == 0 else None
+            self._saver.save(self._shards(state), folder, self.mesh.shard, index)
 
-    def _shares(self, state: State) -> dict[str, Share]:
-        """What this process writes down."""
-        shares = {
-            f"{kind}/{name}": Share(local(tensor), where(tensor, self.mesh))
+    def _shards(self, state: State) -> dict[str, Shard]:
+        """What this process saves."""
+        shards = {
+            f"{kind}/{name}": Shard(local(tensor), shard_slices(tensor, self.mesh))
             for kind, name, tensor in state.tensors()
             if is_owner(tensor, self.mesh)
         }
-        if self.mesh.share == 0:
-            shares |= {name: Share(number.view(1), (slice(0, 1),)) for name, number in state.numbers().items()}
-        return shares
+        if self.mesh.shard == 0:
+            shards |= {name: Shard(number.view(1), (slice(0, 1),)) for name, number in state.numbers().items()}
+        return shards
 
     def wait_for_save(self) -> None:
         """Until the state that was last saved is written."""
@@ -176,30 +160,30 @@ class TorchEngine:
 
     def restore(self, folder: str) -> State:
         """The state that was saved there, by any number of processes."""
-        reader = CheckpointReader(folder)
+        reader = open_checkpoint(folder, self.recipe.model.heads)
         state = self._blank(reader.index["step"])
-        for kind, name, tensor in state.tensors():
-            local(tensor).copy_(reader.read(f"{kind}/{name}", where(tensor, self.mesh)))
+        for kind in (PARAMETERS, *SLOTS):
+            self._fill(state, kind, partial(reader.read_shard, kind))
         for name, number in state.numbers().items():
             number.copy_(reader.read(name)[0])
         state.set_updates(state.numbers()["updates"])
         return self._joined(state)
 
     def _blank(self, step: int = 0) -> State:
-        """A state whose parameters are not set yet. Where they are shared out, no device ever holds all of them."""
+        """A state whose parameters are not set yet. Where they are sharded, no device ever holds all of them."""
         with torch.device("meta"):
             objective = Objective(self._gpt_class(self.recipe.model, self.vocab, self._dtype), self.vocab)
         objective.to(self._param_dtype)
         for block in objective.gpt.blocks:
             recompute(block, self.recipe.training.remat)
-        share_out(objective, self.mesh)
+        shard_parameters(objective, self.mesh)
         objective.to_empty(device=self.device)
-        first = FIRST_SCALE * self.accumulation * self.mesh.groups
+        first = FIRST_SCALE * self.accumulation * self.mesh.dp_size
         scale = LossScale(
             torch.tensor(first, dtype=self._param_dtype, device=self.device), torch.tensor(0, device=self.device)
         )
         parameters = dict(objective.gpt.named_parameters())
-        optimizer = make_optimizer(self.recipe, parameters.values())
+        optimizer = make_optimizer(self.recipe, parameters, self._layout.is_vector)
         spikes = Spikes(*(torch.tensor(0.0, device=self.device) for _ in Spikes._fields))
         return State(objective, objective, parameters, optimizer, step, scale, spikes)
 
@@ -211,16 +195,15 @@ class TorchEngine:
 
         return HuggingFaceGPT
 
-    def _fill(self, state: State, kind: str, values: Callable[[str], Tensor]) -> None:
-        """Set every tensor of a kind to the values of its Hugging Face name."""
+    def _fill(self, state: State, kind: str, values: Values) -> None:
+        """Set this process's shard of every tensor of a kind."""
         for filled, name, tensor in state.tensors():
             if filled == kind:
-                theirs = values(hugging_face_name(name)).to(self.device, self._param_dtype)
-                fill(tensor, from_hugging_face(name, theirs, self.vocab, self.recipe.model.heads), self.mesh)
+                local(tensor).copy_(values(name, shard_slices(tensor, self.mesh)))
 
     def _joined(self, state: State) -> State:
         """Ready to train, now that its parameters are set."""
-        state.module = join_copies(state.objective, self.mesh)
+        state.module = replicate(state.objective, self.mesh)
         if self._compiles and self.mesh.size == 1:
             state.objective.compile()
         elif self._compiles:
@@ -231,27 +214,27 @@ class TorchEngine:
 
     @cached_property
     def _numbers(self) -> NDArray[np.int32]:
-        """[accumulation, rows]: the rows of a batch that this process computes, some beyond it that only fill up."""
-        micro_rows = -(-self.batch_rows // (self.accumulation * self.mesh.groups))
-        shape = (self.accumulation, self.mesh.groups, micro_rows)
-        return np.arange(np.prod(shape), dtype=np.int32).reshape(shape)[:, self.mesh.group]
+        """[accumulation, rows]: the rows of a batch that this process computes; those beyond it are padding."""
+        return self._microbatches.numbers_of(self.mesh.dp_rank)
 
     @property
     def micro_rows(self) -> int:
         """Rows that are computed at a time, over all processes."""
-        return self._numbers.shape[1] * self.mesh.groups
+        return self._microbatches.micro_rows
 
     @cached_property
     def rows(self) -> list[int]:
         """The rows of a batch that this process needs, in order."""
-        return [int(row) for row in self._numbers.flat if row < self.batch_rows]
+        return needed_rows(self._numbers, self.batch_rows)
 
-    def put(self, windows: NDArray[np.int32]) -> Batch:
-        """These rows' windows [rows, context + 1], on their device."""
-        cut = np.zeros((self._numbers.size, self.context + 1), dtype=np.int32)
-        cut[: len(windows)] = windows  # what fills up comes last
-        cut = cut.reshape(*self._numbers.shape, -1)
-        return Batch(self._put(cut[..., :-1]), self._put(cut[..., 1:]), *self._places)
+    def put(self, windows: NDArray[np.int32], weights: NDArray[np.floating[Any]] | None = None) -> Batch:
+        """These rows' windows [rows, context + 1] on their device, and how much each target counts."""
+        arranged = arrange(self._numbers, self.rows, windows)
+        both = self._put(arranged[..., :-1]), self._put(arranged[..., 1:])
+        if weights is None:
+            return Batch(*both, *self._row_facts, is_weighted=False)
+        by_token = self._put(arrange(self._numbers, self.rows, weights)).to(self._param_dtype)
+        return Batch(*both, self._row_facts[0], by_token, is_weighted=True)
 
     def _put(self, array: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -260,15 +243,16 @@ class TorchEngine:
         return tensor.to(self.device, non_blocking=True)
 
     @cached_property
-    def _places(self) -> tuple[Tensor, Tensor]:
-        """Number and weight of each row, [accumulation, rows]; the same for every batch."""
-        real = self._numbers < self.batch_rows
-        return self._put(self._numbers), self._put(real).to(self._param_dtype)
+    def _row_facts(self) -> tuple[Tensor, Tensor]:
+        """Number of each row, [accumulation, rows], and weight of its targets, [accumulation, rows, time]; the same for
+        every batch without weights."""
+        weights = np.repeat((self._numbers < self.batch_rows)[..., None], self.context, axis=-1)
+        return self._put(self._numbers), self._put(weights).to(self._param_dtype)
 
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Train on a batch; the state is changed in place."""
         if self.device.type == "cuda" and self.mesh.is_first_copy and not self._saver.is_reserved:
-            self._saver.reserve(self._shares(state))
+            self._saver.reserve(self._shards(state))
         return state, self._step(state, batch)
 
     @cached_property
@@ -279,35 +263,37 @@ class TorchEngine:
         """Wait for a step's metrics."""
         return metrics.read()
 
-    def score(self, state: State, windows: NDArray[np.int32]) -> NDArray[np.floating[Any]]:
+    def window_losses(self, state: State, windows: NDArray[np.int32]) -> NDArray[np.floating[Any]]:
         """The loss of each window [rows, context + 1], a mean over its tokens; every process gives and gets all."""
         mine = self._own_rows(windows)
         # Not compiled: without gradients it would be another program, and a validation is over before that is made.
         with torch.compiler.set_stance("force_eager"):
-            losses = score(state.objective, mine[:, :-1], mine[:, 1:], self._autocast)
+            losses = window_losses(state.objective, mine[:, :-1], mine[:, 1:], self._autocast)
         return self._of_all(losses).sum(1).flatten().cpu().numpy()[: len(windows)]  # over parts of time
 
     @torch.no_grad()
-    def grade(self, state: State, windows: NDArray[np.int32]) -> tuple[NDArray[np.floating[Any]], NDArray[np.bool_]]:
+    def token_logprobs(
+        self, state: State, windows: NDArray[np.int32]
+    ) -> tuple[NDArray[np.floating[Any]], NDArray[np.bool_]]:
         """Of windows [rows, time + 1] every token's log-probability, and whether it is the likeliest: [rows, time]."""
         mine = self._own_rows(windows)
         with torch.compiler.set_stance("force_eager"), self._autocast:
-            logs, hits = state.objective.grade(mine[:, :-1], mine[:, 1:])
-        both = self._of_all(torch.stack([logs, hits.to(logs.dtype)], dim=1))[:, 0].flatten(0, 1).cpu().numpy()
+            logprobs, hits = state.objective.token_logprobs(mine[:, :-1], mine[:, 1:])
+        both = self._of_all(torch.stack([logprobs, hits.to(logprobs.dtype)], dim=1))[:, 0].flatten(0, 1).cpu().numpy()
         return both[: len(windows), 0], both[: len(windows), 1] > 0
 
     def _own_rows(self, windows: NDArray[np.int32]) -> Tensor:
         """Those of this process's group, all groups having as many."""
-        padded = np.pad(windows, ((0, -len(windows) % self.mesh.groups), (0, 0)))
-        return self._put(np.split(padded, self.mesh.groups)[self.mesh.group])
+        padded = np.pad(windows, ((0, -len(windows) % self.mesh.dp_size), (0, 0)))
+        return self._put(np.split(padded, self.mesh.dp_size)[self.mesh.dp_rank])
 
     def _of_all(self, own: Tensor) -> Tensor:
         """What every process has, [groups, processes of a group, …]."""
         if self.mesh.size == 1:
             return own[None, None]
-        shares = [torch.empty_like(own) for _ in range(self.mesh.size)]
-        dist.all_gather(shares, own)
-        return torch.stack(shares).unflatten(0, (self.mesh.groups, -1))
+        parts = [torch.empty_like(own) for _ in range(self.mesh.size)]
+        dist.all_gather(parts, own)
+        return torch.stack(parts).unflatten(0, (self.mesh.dp_size, -1))
 
     # Sampling
 
@@ -317,12 +303,12 @@ class TorchEngine:
 
     @torch.no_grad()
     def decode(
-        self, state: State, ids: NDArray[np.int32], start: int, cache: Any
+        self, state: State, ids: NDArray[np.int32], start: Positions, cache: Any
     ) -> tuple[NDArray[np.floating[Any]], Any]:
         """Read ids [rows, time] after `start` earlier ones: logits [rows, vocabulary] of what follows, and a cache."""
         # Not compiled: every length of the cache would be another shape.
         with torch.compiler.set_stance("force_eager"), self._autocast:
-            logits = state.objective.extend(self._put(ids), start, cache)
+            logits = state.objective.next_logits(self._put(ids), start, cache)
         return logits.to(self._param_dtype).cpu().numpy(), cache
 
 

@@ -7,8 +7,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from raygpt.config import Model
+from raygpt.engines.base import Positions
+from raygpt.engines.padding import padded_vocab
 from raygpt.engines.torch.dropout import dropout
-from raygpt.engines.torch.model import padded_vocab
+from raygpt.errors import RaygptError
 
 
 class KeyedDropout(nn.Module):
@@ -68,8 +70,10 @@ class HuggingFaceGPT(nn.Module):
         """transformers' own."""
         return DynamicCache(config=self.transformer.config)
 
-    def extend(self, ids: Tensor, start: int, cache: Any) -> Tensor:
-        """The hidden state of ids [rows, time] that follow those in the cache, which learns of them."""
+    def extend(self, ids: Tensor, start: Positions, cache: Any) -> Tensor:
+        """The hidden state of ids [rows, time] that follow those in the cache, to which they are added."""
+        if not isinstance(start, int):
+            raise RaygptError("model.implementation: transformers' cache has one position for all rows; write raygpt")
         for place in self._dropouts:
             place.keys = None
         return self.transformer(ids, past_key_values=cache, use_cache=True).last_hidden_state.to(self.dtype)

@@ -1,20 +1,25 @@
 """AdamW and the learning rate, from a recipe, in PyTorch."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from raygpt.config import Recipe
 
+SLOTS = {"means": "exp_avg", "squares": "exp_avg_sq"}  # what AdamW keeps of a parameter: our name -> PyTorch's
 
-def make_optimizer(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+
+def make_optimizer(
+    recipe: Recipe, parameters: Mapping[str, nn.Parameter], is_vector: Callable[[str], bool]
+) -> torch.optim.AdamW:
     """Fused: one kernel for all parameters, which also clips and leaves steps out (`update`)."""
-    settings, parameters = recipe.optimizer, list(parameters)
+    settings = recipe.optimizer
     groups: dict[Any, dict[str, Any]] = {}  # one kernel is for parameters that lie on the same devices
-    for parameter in parameters:
-        decays = parameter.ndim > 1 or settings.decay == "all"
+    for name, parameter in parameters.items():
+        decays = settings.decay == "all" or not is_vector(name)
         group = groups.setdefault((decays, getattr(parameter, "device_mesh", None)), {"params": []})
         group["params"].append(parameter)
         group["weight_decay"] = settings.weight_decay if decays else 0.0
@@ -25,12 +30,9 @@ def make_optimizer(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> torch.
         eps=settings.epsilon,
         fused=True,
     )
-    for parameter in parameters:  # PyTorch makes these in the first step; a state is whole before it
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+    for parameter in parameters.values():  # PyTorch makes these in the first step; a state is whole before it
+        slots = {slot: torch.zeros_like(parameter) for slot in SLOTS.values()}
+        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **slots}
     return optimizer
 
 
@@ -47,6 +49,6 @@ def update(optimizer: torch.optim.AdamW, rate: float, divisor: Tensor, left_out:
 
 
 def learning_rate(recipe: Recipe) -> Callable[[int], float]:
-    """The rate of step n. Warm-up rises to the full rate at step `warmup_steps`; no step has a rate of zero."""
-    peak, plan, steps = recipe.optimizer.learning_rate, recipe.schedule, recipe.steps
-    return lambda step: peak * plan.share(step, steps)
+    """The rate of the step that follows so many others."""
+    peak, schedule, steps = recipe.optimizer.learning_rate, recipe.schedule, recipe.steps
+    return lambda step: peak * float(schedule.share(step, steps, np))

@@ -1,4 +1,4 @@
-"""A trained model read by PyTorch on one device: texts scored, and written on through a cache. Nothing is compiled."""
+"""A trained model read by PyTorch on one device: it scores texts, and continues them with a cache. Not compiled."""
 
 import functools
 from typing import Any
@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raygpt.config import Model
-from raygpt.engines.base import Arrays
-from raygpt.engines.torch.engine import DTYPES, choose_device, choose_precision
-from raygpt.engines.torch.loss import graded
-from raygpt.engines.torch.model import GPT, accurate
-from raygpt.engines.torch.names import from_hugging_face, hugging_face_name
+from raygpt.engines.base import Arrays, Positions
+from raygpt.engines.torch import layers
+from raygpt.engines.torch.devices import DTYPES, accurate, autocast, choose_device, choose_precision
+from raygpt.engines.torch.loss import token_logprobs
+from raygpt.engines.torch.model import GPT
+from raygpt.engines.torch.parameters import OwnLayout
 
 LogitsAndCache = tuple[NDArray[np.floating[Any]], Any]
 FEW = 16  # rows, up to which a product takes as long as reading its kernel
@@ -45,8 +46,7 @@ class TorchReader:
         self.precision = choose_precision(model.precision, self.device)
         self._dtype = DTYPES[self.precision]
         self._param_dtype = accurate(self._dtype)
-        mixed = self._dtype != self._param_dtype
-        self._autocast = torch.autocast(self.device.type, self._dtype if mixed else None, enabled=mixed)
+        self._autocast = autocast(self.device, self._dtype)
 
     def describe(self) -> dict[str, str]:
         """Device and precision, for people."""
@@ -59,16 +59,18 @@ class TorchReader:
 
     @torch.no_grad()
     def load(self, parameters: Arrays) -> GPT:
-        """The parameters, under Hugging Face's names, on the device."""
+        """The parameters, as `Weights` has them, on the device."""
         with torch.device("meta"):
             gpt = GPT(self.model, self.vocab, self._dtype)
         gpt.to(self._param_dtype).to_empty(device=self.device)
-        for module in gpt.modules():
-            if isinstance(module, torch.nn.Linear) and self.device.type == "cpu":
-                module.forward = functools.partial(linear, module)  # type: ignore[method-assign]
+        values = OwnLayout(gpt.description).values(parameters)
         for name, parameter in gpt.named_parameters():
-            theirs = torch.tensor(parameters[hugging_face_name(name)]).to(self.device, self._param_dtype)
-            parameter.copy_(from_hugging_face(name, theirs, self.vocab, self.model.heads))
+            parameter.copy_(values(name, tuple(slice(size) for size in parameter.shape)))
+        for module in gpt.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.to(self._dtype)  # once, where autocast would do it for every token
+                if self.device.type == "cpu":
+                    module.forward = functools.partial(linear, module)  # type: ignore[method-assign]
         return gpt.eval()
 
     def prefill(self, state: GPT, ids: NDArray[np.int32]) -> LogitsAndCache:
@@ -76,24 +78,25 @@ class TorchReader:
         return self.decode(state, ids, 0, state.empty_cache(len(ids)))
 
     @torch.inference_mode()
-    def decode(self, state: GPT, ids: NDArray[np.int32], start: int, cache: Any) -> LogitsAndCache:
+    def decode(self, state: GPT, ids: NDArray[np.int32], start: Positions, cache: Any) -> LogitsAndCache:
         """The same for ids [rows, time] that follow `start` earlier ones."""
         with self._autocast:
             hidden = state.extend(self._put(ids), start, cache)[:, -1]
             return self._logits(state, hidden).cpu().numpy(), cache
 
     @torch.inference_mode()
-    def grade(self, state: GPT, windows: NDArray[np.int32]) -> tuple[NDArray[np.floating[Any]], NDArray[np.bool_]]:
+    def token_logprobs(
+        self, state: GPT, windows: NDArray[np.int32]
+    ) -> tuple[NDArray[np.floating[Any]], NDArray[np.bool_]]:
         """Of windows [rows, time + 1] every token's log-probability, and whether it is the likeliest: [rows, time]."""
         ids = self._put(windows)
         with self._autocast:
-            logs, hits = graded(state(ids[:, :-1]), state.table[: self.vocab], ids[:, 1:])
-        return logs.cpu().numpy(), hits.cpu().numpy()
+            logprobs, hits = token_logprobs(state(ids[:, :-1]), state.table, ids[:, 1:], self.vocab)
+        return logprobs.cpu().numpy(), hits.cpu().numpy()
 
     def _logits(self, state: GPT, hidden: Tensor) -> Tensor:
-        table = state.table.to(hidden.dtype)
-        logits = product(hidden, table) if self.device.type == "cpu" else hidden @ table.T
-        return logits[:, : self.vocab].to(self._param_dtype)
+        multiply = product if self.device.type == "cpu" else layers.product
+        return layers.logits(hidden, state.table, multiply)[:, : self.vocab].to(self._param_dtype)
 
     def _put(self, ids: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(ids)).to(self.device)

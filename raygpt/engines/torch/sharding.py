@@ -1,7 +1,7 @@
 """Where parameters and rows lie when several processes, each with one device, train together.
 
-Rows of a batch are shared out over data × fsdp. Along `data` every process has a copy (DDP), along `fsdp` each keeps
-rows of every parameter and gathers a block's when it is computed (FSDP); with both it is a copy per group of shares.
+Rows of a batch are divided over data × fsdp. Along `data` every process has a copy (DDP), along `fsdp` each keeps
+rows of every parameter and gathers a block's when it is computed (FSDP); with both it is a copy per group of shards.
 Along `tensor` processes compute the same rows, each with a part of every matrix, of which `fsdp` then takes rows.
 """
 
@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raygpt.config import Recipe
 from raygpt.engines.torch.loss import Objective
-from raygpt.engines.torch.tensor import share_matrices
+from raygpt.engines.torch.parameters import Slices
+from raygpt.engines.torch.tensor import shard_matrices
 from raygpt.errors import RaygptError
 
 
@@ -40,34 +41,34 @@ class Mesh:
         return self.data * self.fsdp * self.tensor
 
     @property
-    def groups(self) -> int:
-        """Of processes with rows of their own."""
+    def dp_size(self) -> int:
+        """Groups of processes that have rows of their own: the degree of data parallelism."""
         return self.data * self.fsdp
 
     @property
-    def group(self) -> int:
-        """The one of this process."""
+    def dp_rank(self) -> int:
+        """This process's group."""
         return self.rank // self.tensor
 
     @property
-    def shares(self) -> int:
+    def num_shards(self) -> int:
         """Processes among which one copy of the parameters lies."""
         return self.fsdp * self.tensor
 
     @property
-    def share(self) -> int:
-        """Which share this process has."""
-        return self.rank % self.shares
+    def shard(self) -> int:
+        """Which shard this process has."""
+        return self.rank % self.num_shards
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether it is for this process to write its share down."""
-        return self.rank < self.shares
+        """Whether it is for this process to save its shard."""
+        return self.rank < self.num_shards
 
     @property
-    def places(self) -> dict[str, tuple[int, int]]:
-        """(place of this process, processes) along the axes that cut parameters, in the order in which they cut."""
-        return {"tensor": (self.rank % self.tensor, self.tensor), "fsdp": (self.group % self.fsdp, self.fsdp)}
+    def coordinates(self) -> dict[str, tuple[int, int]]:
+        """(this process's, processes) along the axes that cut parameters, in the order in which they cut."""
+        return {"tensor": (self.rank % self.tensor, self.tensor), "fsdp": (self.dp_rank % self.fsdp, self.fsdp)}
 
     @cached_property
     def devices(self) -> DeviceMesh:
@@ -95,25 +96,25 @@ def make_mesh(recipe: Recipe, device: torch.device) -> Mesh:
     return Mesh(sizes["data"], sizes["fsdp"], sizes["tensor"], rank, device)
 
 
-def share_out(objective: Objective, mesh: Mesh) -> None:
-    """Cut every parameter into the shares of `tensor` and `fsdp`; what is on no device yet never is there whole."""
+def shard_parameters(objective: Objective, mesh: Mesh) -> None:
+    """Cut every parameter along `tensor` and `fsdp`; what is on no device yet never is there whole."""
     if mesh.tensor > 1:
         objective.tensor = mesh.devices["tensor"]
-        share_matrices(objective.gpt, objective.tensor)
-    if mesh.groups == 1 or mesh.shares == 1:
+        shard_matrices(objective.gpt, objective.tensor)
+    if mesh.dp_size == 1 or mesh.num_shards == 1:
         return
-    # DDP knows no DTensor: copies of what `tensor` cut are FSDP's, of one share.
+    # DDP knows no DTensor: copies of what `tensor` cut are FSDP's, of one shard.
     devices = mesh.devices["data", "fsdp"] if mesh.data > 1 else mesh.devices["fsdp"]
     for block in objective.gpt.blocks:
         fully_shard(block, mesh=devices)
     fully_shard(objective, mesh=devices)
-    for method in ("extend", "grade"):
+    for method in ("next_logits", "token_logprobs"):
         register_fsdp_forward_method(objective, method)
 
 
-def join_copies(objective: Objective, mesh: Mesh) -> nn.Module:
+def replicate(objective: Objective, mesh: Mesh) -> nn.Module:
     """What to call in training: copies of the model sum their gradients while the backward pass still runs."""
-    if mesh.shares > 1 or mesh.data == 1:
+    if mesh.num_shards > 1 or mesh.data == 1:
         return objective
     return DistributedDataParallel(objective, gradient_as_bucket_view=True)
 
@@ -121,7 +122,7 @@ def join_copies(objective: Objective, mesh: Mesh) -> nn.Module:
 def synchronised(module: nn.Module, last: bool) -> AbstractContextManager[Any]:
     """A context for one micro-batch: copies exchange gradients, summed until then, only in the last one's.
 
-    Shares are exchanged in each: gradients of whole parameters would be as large as what FSDP shared out.
+    Shards are exchanged in each: gradients of whole parameters would be as large as what FSDP cut.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_all_reduce(last)
@@ -135,10 +136,10 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def where(tensor: Tensor, mesh: Mesh) -> tuple[slice, ...]:
+def shard_slices(tensor: Tensor, mesh: Mesh) -> Slices:
     """Where that part is in the whole, by dimension."""
     firsts, sizes = [0] * tensor.ndim, list(tensor.shape)
-    for axis, (place, processes) in mesh.places.items():
+    for axis, (place, processes) in mesh.coordinates.items():
         dimension = _cut(tensor, axis)
         if dimension is not None:
             size = -(-sizes[dimension] // processes)  # all parts are of one size but the last ones
@@ -150,7 +151,7 @@ def where(tensor: Tensor, mesh: Mesh) -> tuple[slice, ...]:
 
 def is_owner(tensor: Tensor, mesh: Mesh) -> bool:
     """Whether this process's part is its own, or the first of those that are alike along `tensor`."""
-    return mesh.places["tensor"][0] == 0 or _cut(tensor, "tensor") is not None
+    return mesh.coordinates["tensor"][0] == 0 or _cut(tensor, "tensor") is not None
 
 
 def _cut(tensor: Tensor, axis: str) -> int | None:
@@ -164,25 +165,19 @@ def _cut(tensor: Tensor, axis: str) -> int | None:
 def total_norm(gradients: list[Tensor], mesh: Mesh) -> Tensor:
     """The norm of all gradients, of which this process has parts."""
     norm = torch.nn.utils.get_total_norm([local(gradient) for gradient in gradients if is_owner(gradient, mesh)])
-    if mesh.shares == 1:
+    if mesh.num_shards == 1:
         return norm
     squares = norm**2
     dist.all_reduce(squares)
     return (squares / mesh.data).sqrt()
 
 
-def whole(tensor: Tensor, mesh: Mesh) -> Tensor:
+def gather_tensor(tensor: Tensor, mesh: Mesh) -> Tensor:
     """All of a parameter, gathered; every process takes part."""
     if not isinstance(tensor, DTensor):
         return tensor
     total = torch.zeros(tensor.shape, dtype=tensor.dtype, device=mesh.device)
     if mesh.is_first_copy and is_owner(tensor, mesh):
-        total[where(tensor, mesh)] = local(tensor)
+        total[shard_slices(tensor, mesh)] = local(tensor)
     dist.all_reduce(total)
     return total
-
-
-@torch.no_grad()
-def fill(tensor: Tensor, values: Tensor, mesh: Mesh) -> None:
-    """Put this process's part of the whole `values` into a parameter."""
-    local(tensor).copy_(values[where(tensor, mesh)])

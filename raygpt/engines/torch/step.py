@@ -1,7 +1,7 @@
-"""One training step: gradients of a batch in micro-batches, clipped, applied; and the scoring of rows.
+"""One training step: gradients of a batch in micro-batches, clipped, applied; and the losses of windows.
 
 Whatever the mesh and the accumulation, the numbers are those of one device that computes the batch at once: sums are
-divided by the global count of tokens, padding rows weigh nothing, and dropout knows only seed, step and row.
+divided by the global sum of the tokens' weights, padding rows weigh nothing, and dropout knows only seed, step and row.
 Nothing here waits for the device.
 """
 
@@ -25,7 +25,8 @@ class Batch(NamedTuple):
     inputs: Tensor  # int32 [accumulation, rows, time]
     targets: Tensor
     numbers: Tensor  # int32 [accumulation, rows]: which row of the batch each is
-    weights: Tensor  # [accumulation, rows]: 1, or 0 for rows that only fill up
+    weights: Tensor  # [accumulation, rows, time]: how much each target counts; nothing in rows that only pad
+    is_weighted: bool  # or each target of the batch's rows counts 1
 
 
 class Metrics(NamedTuple):
@@ -50,20 +51,20 @@ def make_step(recipe: Recipe, mesh: Mesh, autocast: torch.autocast, scaled: bool
     backward = make_backward(recipe, mesh, autocast)
 
     def step(state: State, batch: Batch) -> Metrics:
-        scale = state.scale.value if scaled else torch.ones_like(state.scale.value)
+        scale = state.scale.factor if scaled else torch.ones_like(state.scale.factor)
         loss = backward(state, batch, scale) / scale
         gradients = [parameter.grad for parameter in state.parameters.values() if parameter.grad is not None]
         norm = total_norm(gradients, mesh) / scale
         finite = loss.isfinite() & norm.isfinite()
         left_out = ~finite if guarded else torch.zeros_like(finite)
         if training.on_spike != "ignore":
-            is_spike, state.spikes = state.spikes.look(loss, norm, training.spike_sigmas)
+            is_spike, state.spikes = state.spikes.look(loss.float(), norm.float(), training.spike_sigmas, torch)
             left_out = left_out | is_spike if training.on_spike == "skip" else left_out
         lr = rate(state.step)
         shrink = torch.clamp(norm / clip, min=1) if clip else 1
         update(state.optimizer, lr, scale * shrink, left_out.float())
         if scaled:
-            state.scale = state.scale.after(finite)
+            state.scale = state.scale.after(finite, torch)
         state.step += 1
         skipped = state.step - state.numbers()["updates"]
         return _sent(torch.stack([loss, norm, skipped.to(loss.dtype), state.spikes.spikes.to(loss.dtype)]), lr)
@@ -77,7 +78,7 @@ def make_backward(recipe: Recipe, mesh: Mesh, autocast: torch.autocast) -> Calla
 
     def backward(state: State, batch: Batch, scale: Tensor) -> Tensor:
         # A process has a part of the loss: what DDP and FSDP average over processes has to be a sum.
-        factors = batch.weights * (scale * mesh.groups / tokens)
+        factors = batch.weights * (scale * mesh.dp_size / (_weight_sum(batch, mesh) if batch.is_weighted else tokens))
         total = torch.zeros_like(scale)
         for micro, (inputs, targets, numbers, factor) in enumerate(zip(*batch[:3], factors, strict=True), start=1):
             keys = dropout_keys(seed, state.step, numbers, state.objective.gpt.sites) if dropout else None
@@ -88,15 +89,24 @@ def make_backward(recipe: Recipe, mesh: Mesh, autocast: torch.autocast) -> Calla
             total += loss.detach()
         if mesh.size > 1:
             dist.all_reduce(total)
-        return total / mesh.groups
+        return total / mesh.dp_size
 
     return backward
 
 
+def _weight_sum(batch: Batch, mesh: Mesh) -> Tensor:
+    """Of all targets in all processes; 1 where none counts, whose loss then is 0."""
+    total = batch.weights.sum()
+    if mesh.size > 1:
+        dist.all_reduce(total)
+        total = total / mesh.tensor  # along which processes have the same rows
+    return torch.where(total > 0, total, 1)
+
+
 @torch.no_grad()
-def score(objective: nn.Module, inputs: Tensor, targets: Tensor, autocast: torch.autocast) -> Tensor:
+def window_losses(objective: nn.Module, inputs: Tensor, targets: Tensor, autocast: torch.autocast) -> Tensor:
     """The loss of each row [rows, time], a mean over time."""
-    nothing = torch.zeros(len(inputs), device=inputs.device)
+    nothing = torch.zeros(inputs.shape, device=inputs.device)
     with autocast:
         return objective(inputs, targets, nothing, None)[1] / inputs.shape[1]
 

@@ -9,19 +9,29 @@ twice, and the loss is the same code on every mesh.
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from raygpt.engines.torch.model import GPT
+from raygpt.models import Parameter
 
 
-def share_matrices(gpt: GPT, devices: DeviceMesh) -> None:
+def shard_matrices(gpt: GPT, devices: DeviceMesh) -> None:
     """Cut the matrices of a model in which no parameter is set yet."""
-    inward, outward = ColwiseParallel(), RowwiseParallel()
-    for block in gpt.blocks:
-        parallelize_module(block, devices, {"qkv": inward, "out": outward, "up": inward, "down": outward})
-    tables = ["tokens"] if gpt.head is None else ["tokens", "head"]
-    parallelize_module(gpt, devices, {table: RowwiseParallel(input_layouts=Replicate()) for table in tables})
-    gpt.heads //= devices.size()
+    for parameter in gpt.description.parameters:
+        if parameter.is_vector or "tensor" not in parameter.mesh_axes:  # a bias is cut as its kernel is
+            continue
+        module = parameter.name.removeprefix("blocks.").removesuffix(".kernel")
+        for owner in gpt.blocks if parameter.is_stacked else [gpt]:
+            parallelize_module(owner, devices, {module: _style(parameter)})
+    gpt.tensor_size = devices.size()
+
+
+def _style(parameter: Parameter) -> ParallelStyle:
+    """A table is cut by tokens; a kernel along what its product sums over, or along what comes out."""
+    if parameter.role != "matrix":
+        return RowwiseParallel(input_layouts=Replicate())
+    cut = parameter.axes[parameter.mesh_axes.index("tensor")]
+    return RowwiseParallel() if cut in parameter.fan_in else ColwiseParallel()
 
 
 def own_time(x: Tensor, devices: DeviceMesh) -> Tensor:
@@ -30,6 +40,6 @@ def own_time(x: Tensor, devices: DeviceMesh) -> Tensor:
     return whole.redistribute(placements=[Shard(1)]).to_local()
 
 
-def gathered(table: Tensor) -> Tensor:
+def gather_table(table: Tensor) -> Tensor:
     """All of a table of which each has a part; gradients, which are of each one's tokens, are summed into the parts."""
     return table.full_tensor(grad_placements=[Partial()]) if isinstance(table, DTensor) else table

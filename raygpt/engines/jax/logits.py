@@ -1,0 +1,20 @@
+"""From hidden states to logits: the one place where that is done."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+def accurate(dtype: Any) -> Any:
+    """fp32, or more where the arithmetic is in more."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def logits(hidden: Array, table: Array, dtype: Any = None) -> Array:
+    """[…, padded vocabulary] of hidden states […, width], in fp32 at least or in `dtype`; columns that only pad the
+    vocabulary are in it still."""
+    exact = accurate(hidden.dtype) if dtype is None else dtype
+    return jnp.einsum("...d,vd->...v", hidden, table.astype(hidden.dtype), preferred_element_type=exact)

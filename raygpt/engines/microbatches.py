@@ -1,0 +1,44 @@
+"""How the rows of a batch are cut into micro-batches, and the arrays of those that a process computes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """`accumulation` micro-batches of as many rows as `groups` of devices share evenly; what is too many is padding."""
+
+    batch_rows: int
+    accumulation: int
+    groups: int  # of devices with rows of their own
+
+    @property
+    def micro_rows(self) -> int:
+        """Rows that are computed at a time, over all devices."""
+        return -(-self.batch_rows // (self.accumulation * self.groups)) * self.groups
+
+    @property
+    def numbers(self) -> NDArray[np.int32]:
+        """[accumulation, micro_rows]: which row of the batch each is; those from `batch_rows` on are padding."""
+        shape = (self.accumulation, self.micro_rows)
+        return np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+
+    def numbers_of(self, group: int) -> NDArray[np.int32]:
+        """The same for one group's rows."""
+        return np.split(self.numbers, self.groups, axis=1)[group]
+
+
+def needed_rows(numbers: NDArray[np.int32], batch_rows: int) -> list[int]:
+    """The rows of the batch among these numbers, in order, each once, without padding."""
+    return [int(row) for row in np.unique(numbers) if row < batch_rows]
+
+
+def arrange(numbers: NDArray[np.int32], rows: Sequence[int], values: NDArray[Any]) -> NDArray[Any]:
+    """Values [rows, …] of the batch's rows where `numbers` has these rows: [*numbers.shape, …]; padding is zero."""
+    arranged = np.zeros((numbers.size, *values.shape[1:]), dtype=values.dtype)
+    arranged[np.searchsorted(numbers.ravel(), rows)] = values
+    return arranged.reshape(*numbers.shape, *values.shape[1:])

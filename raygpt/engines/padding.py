@@ -1,0 +1,27 @@
+"""Shapes padded to what devices compute fast and to few enough different ones to compile."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+VOCAB_MULTIPLE = 128  # matrix units want multiples; ids beyond the vocabulary never leave an engine
+SHORTEST = 128  # of the lengths that a model is compiled for
+
+
+def padded_vocab(vocab: int) -> int:
+    """Rows of the token tables as the engines keep them."""
+    return -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def pad_windows(windows: NDArray[np.int32], longest: int, multiple: int = 1) -> NDArray[np.int32]:
+    """Windows [rows, time + 1] padded with zeros: the rows to a power of two, the time to a bucket.
+
+    Padding stands behind or below the rest, which does not see it.
+    """
+    rows, time = len(windows), windows.shape[1] - 1
+    padded = -(-(1 << (rows - 1).bit_length()) // multiple) * multiple
+    return np.pad(windows, ((0, padded - rows), (0, bucket(time, longest) - time)))
+
+
+def bucket(length: int, longest: int) -> int:
+    """The length to compile for: a power of two, so that texts of all lengths share a few programs."""
+    return min(max(SHORTEST, 1 << (length - 1).bit_length()), longest)

@@ -1,0 +1,102 @@
+"""GPT-2 as transformers has it: the names and layouts of its weights, and its config."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raygpt.config import Model
+from raygpt.engines.base import Arrays
+from raygpt.models import Description
+
+TOP = {  # ours -> theirs
+    "tokens": "transformer.wte.weight",
+    "positions": "transformer.wpe.weight",
+    "norm.gain": "transformer.ln_f.weight",
+    "norm.bias": "transformer.ln_f.bias",
+    "head": "lm_head.weight",
+}
+BLOCK = {"norm1": "ln_1", "out": "attn.c_proj", "norm2": "ln_2", "up": "mlp.c_fc", "down": "mlp.c_proj"}
+TOGETHER, THEIR_QKV = ("query", "key", "value"), "attn.c_attn"  # one matrix there: all queries, all keys, all values
+KIND = {"kernel": "weight", "gain": "weight", "bias": "bias"}
+
+
+def to_hugging_face(parameters: Arrays, description: Description) -> dict[str, NDArray[Any]]:
+    """A model's arrays, or those of an optimizer's slot, under transformers' names. Kernels are [in, out] there, as its
+    Conv1D has them."""
+    named = {theirs: parameters[ours] for ours, theirs in TOP.items() if ours in parameters}
+    for layer in range(description.sizes["layer"]):
+        for ours, theirs in _block(layer, description).items():
+            parts = [_flat(parameters[f"blocks.{name}"][layer], name) for name in ours]
+            named[theirs] = np.concatenate(parts, axis=-1)
+    return named
+
+
+def from_hugging_face(arrays: Arrays, description: Description) -> dict[str, NDArray[Any]]:
+    """The way back; KeyError where one is missing, ValueError where one does not fit."""
+    named = {ours: arrays[theirs] for ours, theirs in TOP.items() if ours in description.by_name}
+    layers: dict[str, list[NDArray[Any]]] = {}
+    for layer in range(description.sizes["layer"]):
+        for ours, theirs in _block(layer, description).items():
+            for name, part in zip(ours, np.split(arrays[theirs], len(ours), axis=-1), strict=True):
+                layers.setdefault(f"blocks.{name}", []).append(part)
+    named |= {name: np.stack(parts).reshape(description.shapes[name]) for name, parts in layers.items()}
+    for name, shape in description.shapes.items():
+        if named[name].shape != shape:
+            raise ValueError(f"{TOP[name]} is {[*named[name].shape]}, and should be {[*shape]}")
+    return named
+
+
+def _block(layer: int, description: Description) -> dict[tuple[str, ...], str]:
+    """Our names below `blocks.` -> their name, for every array of a layer."""
+    kinds = ("kernel", "bias") if "blocks.up.bias" in description.by_name else ("kernel",)
+    found: dict[tuple[str, ...], str] = {
+        tuple(f"{part}.{kind}" for part in TOGETHER): f"transformer.h.{layer}.{THEIR_QKV}.{KIND[kind]}"
+        for kind in kinds
+    }
+    for name in description.by_name:
+        _, _, ours = name.partition("blocks.")
+        part, _, kind = ours.partition(".")
+        if part in BLOCK:
+            found[(ours,)] = f"transformer.h.{layer}.{BLOCK[part]}.{KIND[kind]}"
+    return found
+
+
+def _flat(array: NDArray[Any], name: str) -> NDArray[Any]:
+    """A matrix where ours has heads as an axis of their own; a vector where it is a bias or a gain."""
+    if not name.endswith("kernel"):
+        return array.reshape(-1)
+    return array.reshape(-1, array.shape[-1]) if name.startswith("out") else array.reshape(len(array), -1)
+
+
+def with_biases(arrays: Arrays) -> dict[str, NDArray[Any]]:
+    """What transformers loads: its GPT-2 always has biases, and where ours has none they are zero."""
+    tables = ("transformer.wte", "transformer.wpe", "lm_head")
+    biases = {
+        name.removesuffix("weight") + "bias": np.zeros(array.shape[-1], array.dtype)
+        for name, array in arrays.items()
+        if name.endswith(".weight") and not name.startswith(tables)
+    }
+    return {name: np.ascontiguousarray(array) for name, array in (biases | dict(arrays)).items()}
+
+
+def config(model: Model, vocab: int, end_of_text: int) -> dict[str, Any]:
+    """What transformers' GPT2LMHeadModel is made from."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": vocab,
+        "n_positions": model.context,
+        "n_embd": model.width,
+        "n_layer": model.layers,
+        "n_head": model.heads,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": model.norm_epsilon,
+        "tie_word_embeddings": model.tied_head,
+        "embd_pdrop": model.dropout,
+        "resid_pdrop": model.dropout,
+        "attn_pdrop": 0.0,  # ours drops nothing inside attention
+        "torch_dtype": "float32",
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+    }

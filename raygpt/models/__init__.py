@@ -1,0 +1,9 @@
+"""What a model is, described once for both engines: parameters by name, axes, role and first values; FLOPs; memory.
+
+Imports config and NumPy only. An engine asks a `Description` and keeps no list of parameters of its own.
+"""
+
+from raygpt.models.description import Description, describe
+from raygpt.models.parameter import FirstValues, Parameter
+
+__all__ = ["Description", "FirstValues", "Parameter", "describe"]
