@@ -3,6 +3,7 @@
     python benchmarks/step.py                                    # JAX with its kernels, GPT-2 124M, 64 × 1024 tokens
     python benchmarks/step.py --plain --engine jax torch         # and JAX without kernels, and PyTorch
     python benchmarks/step.py --nanogpt ~/nanoGPT/model.py       # and nanoGPT's model, for the ratio
+    python benchmarks/step.py --before ../before --turns 2       # and the engines of another checkout, in turns
     python benchmarks/step.py --engine jax torch --nanogpt ~/nanoGPT/model.py --turns 5 --batch 12 --context 64 \
         --vocab 65 --steps 100 model.layers=4 model.heads=4 model.width=128 model.bias=false         # on a CPU
     python benchmarks/step.py --record                           # and put the figures into `raygpt bench`'s table
@@ -14,6 +15,7 @@ call decide. A figure is the median of rounds of ten steps, with no wait in betw
 import argparse
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +30,7 @@ from raygpt.bench import BATCHES, Steps, Work
 
 ROOT = Path(__file__).parents[1]
 SPEEDS = ROOT / "raygpt/speeds.json"
+BEFORE = " before"  # behind an engine's name: that of another checkout
 
 
 def main() -> None:
@@ -37,14 +40,16 @@ def main() -> None:
         return
     figures: dict[str, Any] = {}
     for case in cases(arguments) * arguments.turns:
-        found = in_a_process(case)
+        found = in_a_process(case, arguments.before)
         if found is None:  # the others still count
             continue
         print(f"{case}: {found['ms']:.1f} ms, first losses {found['losses']}", flush=True)
         figures[case] = bench.together(figures[case], found) if case in figures else found
-    for figure in figures.values():
+    for case, figure in figures.items():
         if "nanoGPT" in figures:
             figure["of_nanogpt"] = figure["tokens_per_s"] / figures["nanoGPT"]["tokens_per_s"]
+        if f"{case}{BEFORE}" in figures:
+            figure["of_before"] = figure["tokens_per_s"] / figures[f"{case}{BEFORE}"]["tokens_per_s"]
     if not figures:
         sys.exit(1)
     Console(width=140).print(_table(figures, arguments))
@@ -67,6 +72,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=1, help="how often each has its turn: on a noisy machine, several")
     parser.add_argument("--plain", action="store_true", help="JAX also without its kernels")
     parser.add_argument("--nanogpt", help="path of nanoGPT's model.py, to be measured beside")
+    parser.add_argument("--before", help="path of another checkout, whose engines are measured beside")
     parser.add_argument("--name", help="of the results file; step-PRESET-ROWSxCONTEXT if not given")
     parser.add_argument("--record", action="store_true", help="put the figures into the table of raygpt bench")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # what one process measures
@@ -79,18 +85,32 @@ def _arguments() -> argparse.Namespace:
 def cases(arguments: argparse.Namespace) -> list[str]:
     """What is measured, in order."""
     plain = ["jax plain"] if arguments.plain else []
-    return arguments.engine + plain + (["nanoGPT"] if arguments.nanogpt else [])
+    before = [f"{engine}{BEFORE}" for engine in arguments.engine] if arguments.before else []
+    return arguments.engine + before + plain + (["nanoGPT"] if arguments.nanogpt else [])
 
 
-def in_a_process(case: str) -> dict[str, Any] | None:
+def in_a_process(case: str, before: str | None) -> dict[str, Any] | None:
     """The figures of one case; what it says is shown if it fails."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--case", case]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    root, environment = ROOT, dict(os.environ)
+    if before and case.endswith(BEFORE):
+        root, case = Path(before).resolve(), case.removesuffix(BEFORE)
+        environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, str(root / "benchmarks" / "step.py"), *_own_words(before), "--case", case]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         print(f"{case} failed:\n{done.stderr[-4000:]}", flush=True)
         return None
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def _own_words(before: str | None) -> list[str]:
+    """The command's words without `--before PATH`, which an older checkout does not know."""
+    words = [word for word in sys.argv[1:] if word != f"--before={before}"]
+    if "--before" in words:
+        at = words.index("--before")
+        del words[at : at + 2]
+    return words
 
 
 def measured(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -166,14 +186,14 @@ def _table(figures: dict[str, Any], arguments: argparse.Namespace) -> Table:
     device = next(iter(figures.values()))["about"]["device"]
     what = arguments.preset or " ".join(arguments.overrides)
     table = Table(title=f"{what}, {arguments.batch} × {arguments.context} tokens on one {device}")
-    for title in ("", "kernels", "ms", "K tokens/s", "MFU", "peak GiB", "compile s", "of nanoGPT"):
+    for title in ("", "kernels", "ms", "K tokens/s", "MFU", "peak GiB", "compile s", "of nanoGPT", "of before"):
         table.add_column(title, justify="left" if title in ("", "kernels") else "right")
     for case, figure in figures.items():
         numbers = [f"{figure['ms']:.1f}", f"{figure['tokens_per_s'] / 1e3:.1f}"]
         numbers.append("" if figure["mfu"] is None else f"{figure['mfu']:.3f}")
         numbers += [f"{figure['peak_gib']:.1f}", f"{figure['compile_s']:.0f}"]
-        ratio = f"{figure['of_nanogpt']:.3f}" if "of_nanogpt" in figure else ""
-        table.add_row(case, figure["about"].get("kernels", ""), *numbers, ratio)
+        ratios = [f"{figure[of]:.3f}" if of in figure else "" for of in ("of_nanogpt", "of_before")]
+        table.add_row(case, figure["about"].get("kernels", ""), *numbers, *ratios)
     return table
 
 
