@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from raygpt.config import Recipe
+from raygpt.engines import base
 from raygpt.engines.base import Devices, Positions, Weights
 from raygpt.engines.jax import processes, sharding
 from raygpt.engines.jax.attention import Cache, choose_attention
@@ -100,6 +101,11 @@ class JaxEngine:
     @property
     def _device(self) -> Any:
         return self.mesh.devices.flat[0]
+
+    @property
+    def device_count(self) -> int:
+        """How many devices compute, over all workers."""
+        return int(self.mesh.size)
 
     def describe(self) -> dict[str, str]:
         """What computes, for people."""
@@ -310,4 +316,5 @@ class JaxEngine:
         return jax.jit(extend, donate_argnums=3)
 
 
-Engine, set_up = JaxEngine, processes.set_up
+Engine: type[base.Engine] = JaxEngine
+set_up = processes.set_up

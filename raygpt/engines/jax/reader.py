@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raygpt import config
+from raygpt.engines import base
 from raygpt.engines.base import Arrays, Positions
 from raygpt.engines.jax.attention import Attention, Cache, choose_attention
 from raygpt.engines.jax.devices import DTYPES, precision_on
@@ -141,4 +142,4 @@ class JaxReader:
         return logits(hidden, parameters.top[self._description.output_table])[:, : self.vocab]
 
 
-Reader = JaxReader
+Reader: type[base.Reader] = JaxReader

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raygpt.config import Recipe
+from raygpt.engines import base
 from raygpt.engines.base import Devices, Positions, Weights
 from raygpt.engines.loss_scale import LossScale
 from raygpt.engines.microbatches import Microbatches, arrange, needed_rows
@@ -89,6 +90,11 @@ class TorchEngine:
         self._compiles = recipe.training.compile == "unrolled" or (
             recipe.training.compile == "auto" and self.device.type == "cuda"
         )
+
+    @property
+    def device_count(self) -> int:
+        """How many devices compute, over all workers."""
+        return self.mesh.size
 
     def describe(self) -> dict[str, str]:
         """What computes, for people."""
@@ -312,4 +318,4 @@ class TorchEngine:
         return logits.to(self._param_dtype).cpu().numpy(), cache
 
 
-Engine = TorchEngine
+Engine: type[base.Engine] = TorchEngine

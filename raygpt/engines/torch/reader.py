@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raygpt.config import Model
+from raygpt.engines import base
 from raygpt.engines.base import Arrays, Positions
 from raygpt.engines.torch import layers
 from raygpt.engines.torch.devices import DTYPES, accurate, autocast, choose_device, choose_precision
@@ -102,4 +103,4 @@ class TorchReader:
         return torch.from_numpy(np.ascontiguousarray(ids)).to(self.device)
 
 
-Reader = TorchReader
+Reader: type[base.Reader] = TorchReader
