@@ -10,7 +10,7 @@ import pytest
 
 from raygpt.errors import RaygptError
 from raygpt.runs import lock
-from raygpt.runs.lock import locked
+from raygpt.runs.lock import lock_owner, locked
 
 
 @pytest.fixture(params=["disk", "s3"])
@@ -111,4 +111,5 @@ def test_of_two_that_begin_in_the_same_moment_the_last_to_write_has_it(tmp_path,
 def test_a_file_that_is_no_lock_is_written_over(tmp_path):
     (tmp_path / "hold.json").write_text("{")
     with locked(str(tmp_path)):
-        pass
+        assert lock_owner(str(tmp_path)).process == os.getpid()
+    assert not (tmp_path / "hold.json").exists()

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +38,25 @@ def test_items_are_made_while_the_one_before_is_used():
         assert all(event.wait(60) for event in made[number + 1 : number + 3])
 
 
+def test_how_long_an_item_was_waited_for_comes_with_it(monkeypatch):
+    """By a clock that advances only while an item is made for a reader who has begun to wait."""
+    now, looks = [0.0], threading.Semaphore(0)
+
+    def perf_counter():
+        looks.release()
+        return now[0]
+
+    def items():
+        for seconds in (5.0, 0.0, 3.0):
+            looks.acquire()  # the reader begins to wait
+            now[0] += seconds
+            yield seconds
+            looks.acquire()  # it has the item
+
+    monkeypatch.setattr("raygpt.training.prefetch.time", SimpleNamespace(perf_counter=perf_counter))
+    assert list(prefetch(items(), 2)) == [(5.0, 5.0), (0.0, 0.0), (3.0, 3.0)]
+
+
 def test_no_items_are_no_items():
     assert list(prefetch(iter([]), 2)) == []
 
@@ -53,11 +73,12 @@ def test_an_error_comes_after_the_items_before_it():
 
 
 def test_the_thread_ends_when_nobody_reads_any_more():
-    before = set(threading.enumerate())
-    reading = prefetch(iter(range(1000)), 2)
+    made, before = [], set(threading.enumerate())
+    reading = prefetch((made.append(n) for n in range(1000)), 2)
     next(reading)
     (thread,) = set(threading.enumerate()) - before
-    time.sleep(0.1)  # it has made all that it may, and waits
+    while len(made) < 4:  # then it has made all that it may, and waits
+        time.sleep(0.01)
     reading.close()
-    thread.join(timeout=2)
+    thread.join(timeout=60)
     assert not thread.is_alive()

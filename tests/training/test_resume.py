@@ -38,9 +38,21 @@ def test_a_text_that_changed_under_its_name_is_refused_unless_forced(run_folder,
     check_text(run_folder, 10, tokenizer, data, force=True)
 
 
-def test_the_same_text_and_a_new_run_are_not(run_folder):
-    check_text(run_folder, 10, "bytes-1", ["aa", "bb"], force=False)
-    check_text(run_folder, 0, "bytes-2", ["cc"], force=False)
+@pytest.mark.parametrize(
+    ("after", "tokenizer", "data", "is_refused"),
+    [
+        (10, "bytes-1", ["aa", "bb"], False),  # what it was trained on
+        (10, "bytes-2", ["cc"], True),
+        (0, "bytes-2", ["cc"], False),  # begun anew: nothing was trained on anything
+    ],
+)
+def test_the_same_text_and_a_new_run_are_not(run_folder, after, tokenizer, data, is_refused):
+    refused = None
+    try:
+        check_text(run_folder, after, tokenizer, data, force=False)
+    except RaygptError as error:
+        refused = str(error)
+    assert (refused is not None) == is_refused, refused
 
 
 def schedule(kind, steps, warmup=20):

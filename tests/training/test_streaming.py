@@ -1,6 +1,7 @@
 """Training on a corpus that Ray Data is still tokenising: the same run as on one that was prepared first."""
 
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -123,13 +124,18 @@ def test_a_prepare_that_fails_at_once_is_refused_before_workers_start(home):
 @pytest.mark.slow
 def test_training_that_ends_first_ends_prepare_which_the_next_run_continues(home, monkeypatch):
     job, folder = growing_text(recipe(home, "any", 5).data, str(home / "stores"))
-    seen = []
-    background = prepare.Background(job, folder, lambda progress: (seen.append(progress), time.sleep(0.1)))
-    while not seen:
-        time.sleep(0.01)
+    first, seen = threading.Event(), []
+
+    def watch(progress):
+        seen.append(progress)
+        first.set()
+        background._stopped.wait()  # no second part before it is stopped
+
+    background = prepare.Background(job, folder, watch)
+    first.wait()
     background.stop()
     assert not is_whole(folder)
-    assert len(seen) < UNITS + 1
+    assert len(seen) == 1
     assert storage.exists(f"{folder}/failed.txt")  # nobody waits for it any longer
     store = prepare.run(job, folder)
     assert len(store.train) == sum(path.stat().st_size + 1 for path in (home / "texts").iterdir())
