@@ -4,13 +4,26 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-wheel test-ray chaos lint format clean
+.PHONY: train test test-all test-engines test-rest test-wheel test-ray chaos lint format clean
 
 train: $(VENV)/installed ## the default recipe, on this machine's CPU
 	$(BIN)/raygpt train tiny
 
+# Every contract, verb and bad input at least once, in less than ten minutes on two cores: those of the engines mostly
+# compile on one core, the others mostly wait for processes to start, so both at the same time.
+CASES := not slow and not extended
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest
+	$(MAKE) --jobs=2 --keep-going CASES='$(CASES)' test-engines test-rest
+
+# And what repeats these on other engines, meshes and variants.
+test-all: CASES := not slow
+test-all: test
+
+test-engines:
+	$(BIN)/python -m pytest -m '$(CASES)' tests/engines
+
+test-rest:
+	$(BIN)/python -m pytest -m '$(CASES)' --ignore=tests/engines
 
 # What takes minutes: twenty kills for each engine, nodes that come and go. About three quarters of an hour in all.
 chaos: $(VENV)/installed-dev
@@ -36,7 +49,7 @@ test-wheel: $(VENV)/installed-dev
 	$(OUTSIDE)/venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(OUTSIDE)/dist/*.whl
 	$(BIN)/python -c $(PACKAGES) > "$$($(OUTSIDE)/venv/bin/python -c $(PACKAGES))/venv.pth"
 	cp -r tests $(OUTSIDE)/
-	cd $(OUTSIDE) && RAYGPT_CHECKOUT=$(CURDIR) venv/bin/python -m pytest $(WHEEL_TESTS)
+	cd $(OUTSIDE) && RAYGPT_CHECKOUT=$(CURDIR) venv/bin/python -m pytest -m 'not slow' $(WHEEL_TESTS)
 	rm -rf $(OUTSIDE)
 
 # The tests that touch Ray Train on the second newest minor of Ray that the registry has: what breaks is listed at the
@@ -51,7 +64,7 @@ test-ray: $(VENV)/installed-dev
 	$(OTHER_RAY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		"ray==$$($(BIN)/python -m pip index versions ray 2>/dev/null | $(SECOND_MINOR))"
 	$(OTHER_RAY)/bin/python -c "import ray; print('Ray', ray.__version__)"
-	PYTHONPATH=$(CURDIR) $(OTHER_RAY)/bin/python -m pytest -rfE --tb=line $(RAY_TESTS)
+	PYTHONPATH=$(CURDIR) $(OTHER_RAY)/bin/python -m pytest -m 'not slow' -rfE --tb=line $(RAY_TESTS)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -11,6 +11,7 @@ import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -19,6 +20,7 @@ from hypothesis import settings
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "64")  # threads of XLA's pool: see engines/jax/processes.py
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 gives a worker 3 % of a core that anything else wants
 
 import raygpt
 from raygpt import cli
@@ -28,6 +30,23 @@ settings.load_profile("raygpt")
 
 # `make test-wheel` runs the tests elsewhere and says where the checkout is
 CHECKOUT = Path(os.environ.get("RAYGPT_CHECKOUT") or Path(__file__).parents[1])
+
+
+def also(*cases: Any) -> list[Any]:
+    """Cases of a parameter that only `make test-all` runs: they repeat what another case shows.
+
+    @pytest.mark.parametrize("chunks", [2, *also(1, 3, 6)])
+    """
+    return [pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.extended) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def compiled_quickly() -> Iterator[None]:
+    """XLA's passes take most of a test's time, and change no digit that most tests look at."""
+    jax = pytest.importorskip("jax")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +103,9 @@ def ray_cluster(s3: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as environment:
         if root.name != "site-packages":  # not installed: workers find it where this process found it
             environment.setenv("PYTHONPATH", str(root), prepend=os.pathsep)
-        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        with environment.context() as quickly:  # see compiled_quickly; of the workers alone
+            quickly.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+            ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         yield
         ray.shutdown()
 

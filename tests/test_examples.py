@@ -57,6 +57,7 @@ def test_two_pytorch_workers_learn_a_sine(example):
     assert float(re.fullmatch(r"loss (\S+) after 40 epochs on 2 workers\n", out)[1]) < 0.02
 
 
+@pytest.mark.extended
 def test_tutorial_a_is_less_than_60_lines_on_raygpts_parts(example, tmp_path):
     source = (CHECKOUT / "examples" / "tutorial_a.py").read_text().splitlines()
     assert len(source) < 60

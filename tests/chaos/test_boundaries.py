@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import also
 
 import raygpt
 from raygpt.recipes import load_recipe
@@ -30,7 +31,7 @@ def make_engine(name):
     return JaxEngine(recipe, vocab=257, devices=jax.devices()[:1])
 
 
-@pytest.mark.parametrize("name", ["jax", "torch"])
+@pytest.mark.parametrize("name", ["torch", *also("jax")])
 def test_wherever_a_save_is_killed_the_newest_whole_checkpoint_is_found_and_loads(name, tmp_path):
     engine, run, copies = make_engine(name), tmp_path / "run", tmp_path / "copies"
     state = engine.start()

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from conftest import also
 
 jax = pytest.importorskip("jax")
 
@@ -15,6 +16,8 @@ from raygpt.config import Model  # noqa: E402
 from raygpt.engines.jax.attention import Cache, choose_attention, cudnn, splash, triton, xla  # noqa: E402
 from raygpt.engines.jax.kernels import launch  # noqa: E402
 from raygpt.engines.jax.sharding import make_mesh  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 SHAPES = [(1, 1, 1, 4), (2, 7, 3, 5), (3, 16, 2, 8)]  # rows, time, heads, head_dim
 
@@ -95,7 +98,7 @@ MESH = {"data": 2, "fsdp": 2, "tensor": 2, "context": 1}
 
 
 @pytest.mark.parametrize(
-    ("kernel", "time", "size"), [(splash, 128, 64), (splash, 384, 64), (splash, 256, 80), (triton, 256, 64)]
+    ("kernel", "time", "size"), [(splash, 128, 64), (triton, 256, 64), *also((splash, 384, 64), (splash, 256, 80))]
 )
 def test_a_kernel_computes_the_formula_and_its_gradients(kernel, time, size):
     query, key, value = draw((4, time, 2, size))

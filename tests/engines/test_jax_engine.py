@@ -10,6 +10,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from conftest import also
 
 jax = pytest.importorskip("jax")
 
@@ -101,7 +102,16 @@ def one_device():
         return initial, numbers, jax.device_get(state.parameters), *scores
 
 
-@pytest.fixture(scope="module", params=zip(MESHES, ACCUMULATIONS, strict=True), ids=lambda param: param[0])
+ALWAYS = ("data=2,fsdp=2,tensor=2", "data=4,context=2")  # the other meshes are `make test-all`'s
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, id=case[0], marks=[] if case[0] in ALWAYS else pytest.mark.extended)
+        for case in zip(MESHES, ACCUMULATIONS, strict=True)
+    ],
+)
 def on_mesh(request):
     """The same run on a mesh: parameters before, {accumulation: numbers and parameters}, and scores after."""
     name, accumulations = request.param
@@ -152,6 +162,7 @@ def test_the_run_is_worth_comparing(one_device):
     assert len(set(losses)) == len(set(norms)) == STEPS
 
 
+@pytest.mark.extended
 def test_in_fp32_they_agree_to_a_ten_thousandth():
     alone, meshed = make_engine(), make_engine(MESHES["data=2,fsdp=2,tensor=2"], accumulation=3)
     state, other = alone.start(), meshed.start()
@@ -192,6 +203,7 @@ print(json.dumps(told))
 """
 
 
+@pytest.mark.extended
 def test_two_processes_share_the_rows_and_get_the_numbers_of_one_device(one_device):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -241,6 +253,7 @@ def test_an_accumulated_batchs_loss_and_gradient_are_those_of_the_plain_mean():
         assert_plain_mean(make_engine(accumulation=3, precision="fp64", dropout=0.0), WINDOWS[0])
 
 
+@pytest.mark.extended
 def test_five_rows_on_eight_devices_are_those_five_rows():
     with jax.enable_x64(True):
         engine = make_engine(MESHES["data=8"], accumulation=2, rows=5, precision="fp64", dropout=0.0)
@@ -300,6 +313,7 @@ def test_scores_are_the_plain_mean_over_each_rows_tokens():
     )
 
 
+@pytest.mark.extended
 def test_fp16_gradients_of_many_tokens_do_not_vanish():
     """A mean over half a million tokens gives each a gradient below fp16's smallest number; here it is 8192."""
     rows = 512
@@ -358,7 +372,7 @@ def test_no_device_holds_the_whole_batchs_activations_on_fsdp_and_tensor():
         assert not re.search(rf"f32\[{rows},{CONTEXT},\d+\]", compiled)
 
 
-@pytest.mark.parametrize("mesh", ["data=8", "data=2,fsdp=2,tensor=2", "fsdp=2,tensor=2,context=2"])
+@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2,context=2", *also("data=8", "data=2,fsdp=2,tensor=2")])
 def test_the_tables_gradient_is_exchanged_after_the_last_chunk_of_logits(mesh, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**12)
     engine = JaxEngine(recipe(MESHES[mesh]), vocab=1000)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from conftest import also
 
 jax = pytest.importorskip("jax")
 
@@ -76,7 +77,7 @@ def test_a_gathered_state_has_every_array_whole_and_by_its_name(trained):
     assert all((array >= 0).all() for array in weights.slots["squares"].values())
 
 
-@pytest.mark.parametrize("mesh", [None, {"data": 1, "fsdp": 8}], ids=["one device", "fsdp=8"])
+@pytest.mark.parametrize("mesh", [{"data": 1, "fsdp": 8}, *also(None)], ids=["fsdp=8", "one device"])
 def test_a_loaded_state_goes_on_as_the_gathered_one_would_have(trained, mesh):
     _, _, weights, expected = trained
     engine = make_engine(mesh)
@@ -95,7 +96,7 @@ def test_averages_that_are_not_given_are_zero_as_before_step_0(trained):
     assert train(engine, state, WINDOWS[:2])[1] == train(engine, start, WINDOWS[:2])[1]
 
 
-@pytest.mark.parametrize("mesh", [MESH, None], ids=["data=2,fsdp=2,tensor=2", "one device"])
+@pytest.mark.parametrize("mesh", [MESH, *also(None)], ids=["data=2,fsdp=2,tensor=2", "one device"])
 def test_a_checkpoint_is_read_without_the_mesh_that_wrote_it(tmp_path, mesh):
     engine = make_engine(mesh, tied_head=False, bias=False)
     state, _ = train(engine, engine.start(), WINDOWS[:2])

@@ -15,6 +15,8 @@ from raygpt.interop.gpt2 import from_hugging_face
 from raygpt.models import describe
 from raygpt.recipes import load_recipe
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 VOCAB, CONTEXT = 100, 24
 MODEL = Model(layers=2, heads=4, width=32, context=CONTEXT, precision="fp32")
 

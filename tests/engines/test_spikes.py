@@ -6,6 +6,8 @@ import pytest
 from raygpt.engines.spikes import SPIKE_MEMORY, SPIKE_STEPS, Spikes
 from raygpt.recipes import load_recipe
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 SIGMAS = 6.0
 
 

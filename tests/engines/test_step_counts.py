@@ -9,6 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from conftest import also
 
 from raygpt.recipes import load_recipe
 
@@ -99,7 +100,7 @@ def test_a_jax_step_exchanges_nothing_with_the_host():
     assert np.isfinite(engine.read(metrics)["loss"])
 
 
-@pytest.mark.parametrize("how", ["unrolled", "scanned"])
+@pytest.mark.parametrize("how", ["scanned", *also("unrolled")])
 def test_copies_of_the_model_on_cpus_exchange_two_things_at_most(how):
     """Each that waits holds a thread: `FEW` of engines/jax/processes.py is enough for no more."""
     jax = pytest.importorskip("jax")

@@ -438,6 +438,7 @@ def in_four(folder):
     return np.concatenate([before, after]), engine.rows, engine.describe()["mesh"]
 
 
+@pytest.mark.extended
 def test_four_processes_hold_two_copies_in_shares(two, alone, folder):
     for rank, (numbers, rows, mesh) in enumerate(together(in_four, 4, folder)):
         np.testing.assert_allclose(numbers, alone[0][HALF : HALF + 5], rtol=1e-9)

@@ -183,6 +183,7 @@ def four(folder, two):
     return together(in_four, 4, folder)
 
 
+@pytest.mark.extended
 def test_with_shares_and_with_copies_the_numbers_are_the_same(four, alone):
     for rank, said in enumerate(four):
         assert said["rows"] == [row for row in range(12) if row % 6 // 3 == rank // 2]

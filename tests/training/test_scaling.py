@@ -84,6 +84,7 @@ def test_a_gpu_that_the_engine_cannot_use_is_left_alone_or_refused(scenario):
     ]
 
 
+@pytest.mark.extended
 def test_a_tpu_slice_has_one_worker_for_each_host_with_all_of_its_chips(scenario):
     result = scenario("tpus")
     assert sorted(worker["node"] for worker in result["seen"]) == ["host-0", "host-1", "host-2", "host-3"]

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -39,10 +38,20 @@ def train(ray_cluster, tmp_path_factory):
     return run
 
 
+SECRET = "hf_3141592653589793"
+
+
 @pytest.fixture(scope="module")
 def straight(train):
     """20 steps without a stop."""
-    return train("straight", 20)
+    return train("straight", 20, **{"cluster.runtime_env": {"env_vars": {"HF_TOKEN": SECRET}}})
+
+
+@pytest.fixture(scope="module")
+def stopped(train):
+    """A run that was stopped after 10 steps, copied for everyone who goes on with it under a name."""
+    ten = Path(train("ten", 10).path)
+    return lambda name: shutil.copytree(ten, ten.with_name(name))
 
 
 def metrics(result):
@@ -84,8 +93,8 @@ def test_the_newest_checkpoints_are_kept(straight):
     assert kept == ["step-00000010", "step-00000015", "step-00000020"]
 
 
-def test_a_stopped_run_goes_on_bit_for_bit_as_if_it_had_not_stopped(train, straight):
-    train("stopped", 10)
+def test_a_stopped_run_goes_on_bit_for_bit_as_if_it_had_not_stopped(train, straight, stopped):
+    stopped("stopped")
     longer = train("stopped", 20)
     assert longer.error is None
     losses = {line["step"]: line["loss"] for line in metrics(longer) if "loss" in line}
@@ -94,8 +103,8 @@ def test_a_stopped_run_goes_on_bit_for_bit_as_if_it_had_not_stopped(train, strai
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_another_number_of_workers_gives_the_same_losses_and_continues_the_run(train, straight):
-    train("resized", 10)
+def test_another_number_of_workers_gives_the_same_losses_and_continues_the_run(train, straight, stopped):
+    stopped("resized")
     alone = train("resized", 20, **{"cluster.workers": 1})
     ours = [line["loss"] for line in metrics(alone) if "loss" in line]
     theirs = [line["loss"] for line in metrics(straight) if "loss" in line]
@@ -135,13 +144,11 @@ def test_a_run_that_is_driven_already_is_refused_with_the_drivers_name(train, st
     assert checkpoints.newest(straight.path)[0].step == 20
 
 
-def test_more_workers_than_the_cluster_holds_are_refused_within_seconds(train, straight):
-    started = time.monotonic()
+def test_more_workers_than_the_cluster_holds_are_refused(train, straight):  # Ray would wait for ever
     with pytest.raises(RaygptError, match=r"5 × 1 CPU do not fit: .* room for 4 \(1 node, 4 CPU\); write .*workers: 4"):
         train("crowded", 5, **{"cluster.workers": 5})
     with pytest.raises(RaygptError, match=r"2 × 1 CPU, 1 GPU do not fit: .* room for 0"):
         train("crowded", 5, **{"cluster.accelerator": "gpu"})
-    assert time.monotonic() - started < 60  # Ray would wait for ever
 
 
 def test_a_fork_goes_on_from_another_runs_step_with_its_own_recipe(train, straight):
@@ -162,6 +169,7 @@ def test_a_fork_goes_on_from_another_runs_step_with_its_own_recipe(train, straig
 # The other engine
 
 
+@pytest.mark.extended
 def test_pytorchs_runs_go_on_bit_for_bit_too_and_give_the_same_batches(train):
     pytest.importorskip("torch", reason="needs the extra torch")
     whole = train("torch", 20, engine="torch")
@@ -193,6 +201,7 @@ def test_a_run_of_one_engine_goes_on_in_the_other(train, straight):
     np.testing.assert_allclose([got[step] for step in got], [expected[step] for step in got], rtol=1e-4)
 
 
+@pytest.mark.extended
 def test_a_run_on_s3_goes_on_and_gives_the_same_numbers(train, straight, s3):
     there = {"run.storage": f"{s3}/runs", "training.checkpoint_every": 10}
     train("there", 10, **there)
@@ -227,12 +236,10 @@ def test_what_libraries_say_is_in_the_runs_logs(straight):
     assert "orbax" in (logs / "worker-0.log").read_text().lower()
 
 
-def test_secrets_are_not_written_into_a_run(train):
-    secret = "hf_3141592653589793"
-    result = train("secret", 5, **{"cluster.runtime_env": {"env_vars": {"HF_TOKEN": secret}}, "cluster.workers": 1})
-    assert result.error is None
-    for path in Path(result.path).rglob("*"):
-        assert path.is_dir() or secret.encode() not in path.read_bytes(), path
+def test_secrets_are_not_written_into_a_run(straight):
+    assert straight.error is None
+    for path in Path(straight.path).rglob("*"):
+        assert path.is_dir() or SECRET.encode() not in path.read_bytes(), path
 
 
 def test_an_error_in_a_worker_is_in_the_result(train):
