@@ -181,7 +181,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Let a trained model write on from a prompt."""
-    from raygpt.inference.generate import Manner
+    from raygpt.inference.generate import SamplingOptions
     from raygpt.inference.loaded import load
     from raygpt.runs import open_run
     from raygpt.show import generation
@@ -194,13 +194,13 @@ def generate(
     if not top_p:
         raise RaygptError("--top-p: 0 leaves no token; write a share above 0, or --temperature 0 for the likeliest")
     loaded = load(open_run(run), step, best=not latest)
-    manner = Manner(tokens, temperature, top_k or None, top_p, generation.seed(seed), tuple(stop or ()))
+    options = SamplingOptions(tokens, temperature, top_k or None, top_p, generation.seed(seed), tuple(stop or ()))
     if interactive:
-        generation.converse(loaded, manner, prompt)
+        generation.converse(loaded, options, prompt)
     elif as_json:
-        _print_json(generation.as_json(loaded, prompt, manner, samples))
+        _print_json(generation.as_json(loaded, prompt, options, samples))
     else:
-        generation.write(loaded, prompt, manner, samples)
+        generation.write(loaded, prompt, options, samples)
 
 
 @app.command("export")

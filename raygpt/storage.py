@@ -180,15 +180,15 @@ def read_json(uri: str, remedy: str = "delete it and run the same command again"
 
 def write_bytes(uri: str, content: bytes) -> None:
     """Write a whole file, replacing one of that name."""
-    with written_whole(uri) as path:
+    with atomic_write(uri) as path:
         path.write_bytes(content)
 
 
 @contextlib.contextmanager
-def written_whole(uri: str) -> Iterator[Path]:
+def atomic_write(uri: str) -> Iterator[Path]:
     """A local file to write; when the block ends well it takes its name, else it is gone without a trace.
 
-    with written_whole("s3://bucket/x") as path:
+    with atomic_write("s3://bucket/x") as path:
         path.write_bytes(...)
     """
     aside = _aside(uri)
@@ -231,7 +231,7 @@ def download(uri: str, path: Path) -> None:
     if not exists(uri):
         raise RaygptError(f"{uri} is not there any more; copy it there again, or prepare the source again")
     system, source = filesystem(uri)
-    with written_whole(str(path)) as aside, _reached(uri):
+    with atomic_write(str(path)) as aside, _reached(uri):
         fs.copy_files(source, str(aside), source_filesystem=system, destination_filesystem=fs.LocalFileSystem())
 
 
@@ -266,7 +266,7 @@ def move_there(path: Path, uri: str) -> None:
     path.replace(uri)
 
 
-def on_this_node(uri: str, group: str) -> Path:
+def fetch_to_node(uri: str, group: str) -> Path:
     """A path that can be memory-mapped: the file itself, or a copy of a remote one, fetched once per node."""
     if not is_remote(uri):
         return Path(uri)

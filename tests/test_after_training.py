@@ -62,8 +62,8 @@ def test_the_tutorials_smoke_recipe_trains_a_smaller_model_on_two_workers(traine
     assert (run.recipe.model.dropout, run.recipe.data.order) == (smoke.model.dropout, smoke.data.order)
     assert run.recipe.optimizer == smoke.optimizer.model_copy(update={"learning_rate": 0.01})
     assert (run.about["workers"], run.about["mesh"]) == ("2", "data 2")
-    assert run.scores[0] == pytest.approx(np.log(257), rel=0.02)
-    assert run.scores[20] < run.scores[10] < 0.8 * run.scores[0]
+    assert run.val_losses[0] == pytest.approx(np.log(257), rel=0.02)
+    assert run.val_losses[20] < run.val_losses[10] < 0.8 * run.val_losses[0]
 
 
 def test_tensorboard_is_told_what_is_logged(jax_run):
@@ -95,7 +95,7 @@ def test_a_profile_has_the_steps_that_were_asked_for(jax_run):
 def test_a_run_goes_from_generate_to_eval_export_and_import(raygpt, run, tmp_path, engine):
     greedy = ("--prompt", "the caf", "--tokens", 24, "--temperature", 0)
     status, written, err = raygpt("generate", run, *greedy)
-    known = open_run(str(run)).scores[20]
+    known = open_run(str(run)).val_losses[20]
     assert status == 0
     assert f"checkpoint of step 20, validation loss {known:.4f}" in err
 
@@ -134,7 +134,7 @@ def test_an_imported_model_is_trained_on(ray_cluster, raygpt, jax_run, tmp_path)
     assert status == 0, err
     lines = [json.loads(line) for line in (tmp_path / "runs/further/metrics.jsonl").read_text().splitlines()]
     losses = [line["val_loss"] for line in lines if "val_loss" in line]
-    assert losses[0] == pytest.approx(open_run(str(jax_run)).scores[20], abs=1e-5)  # where the exported one stopped
+    assert losses[0] == pytest.approx(open_run(str(jax_run)).val_losses[20], abs=1e-5)  # where the exported one stopped
     assert losses[-1] < losses[0]
 
 
@@ -278,7 +278,7 @@ def test_a_run_is_listed_shown_and_reported(raygpt, run, tmp_path, engine):
     listed = json.loads(raygpt("runs", run.parent, "--json")[1])
     (found,) = [facts for facts in listed if facts["name"] == "small"]
     assert (found["engine"], found["state"], found["step"], found["steps"]) == (engine, "finished", 20, 20)
-    assert found["val_loss"] == known.scores[20]
+    assert found["val_loss"] == known.val_losses[20]
     shown = json.loads(raygpt("show", run, "--json")[1])
     assert [checkpoint["step"] for checkpoint in shown["checkpoints"]] == [10, 20]
     status, _, _ = raygpt("report", run, "--out", "page.html")
@@ -358,7 +358,7 @@ def test_a_run_on_s3_is_asked_shown_and_reported_like_one_on_a_disk(
     assert raygpt("generate", there, *greedy)[:2] == (0, written)
     status, out, _ = raygpt("eval", there, "--json")
     assert status == 0
-    assert json.loads(out)["tasks"]["validation"]["loss"] == pytest.approx(open_run(str(run)).scores[20], abs=1e-5)
+    assert json.loads(out)["tasks"]["validation"]["loss"] == pytest.approx(open_run(str(run)).val_losses[20], abs=1e-5)
     shown = json.loads(raygpt("show", there, "--json")[1])
     assert [checkpoint["step"] for checkpoint in shown["checkpoints"]] == [10, 20]
     assert shown["sample"] == open_run(str(run)).samples[-1]

@@ -43,7 +43,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_losses_that_it_would_have_ha
     assert sorted(losses) == [1, 2, 3, 4, 5, 6]
     for step in (4, 5, 6):
         assert losses[step] == pytest.approx(expected("loss")[step], rel=1e-6)
-    assert open_run(old_run).scores[6] == pytest.approx(expected("val_loss")[6], rel=1e-6)
+    assert open_run(old_run).val_losses[6] == pytest.approx(expected("val_loss")[6], rel=1e-6)
 
 
 @pytest.mark.parametrize("old_run", RUNS, indirect=True)

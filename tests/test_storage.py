@@ -179,7 +179,7 @@ def test_names_may_hold_what_uris_escape(folder: str, name: str) -> None:
 
 
 def write_half(uri: str) -> None:
-    with storage.written_whole(uri) as path:
+    with storage.atomic_write(uri) as path:
         path.write_bytes(b"half of it")
         raise ZeroDivisionError
 
@@ -194,7 +194,7 @@ def test_a_block_that_fails_leaves_nothing(folder: str, temporary: Path) -> None
 
 
 def test_a_file_has_its_name_only_after_the_block(folder: str, temporary: Path) -> None:
-    with storage.written_whole(f"{folder}/x") as path:
+    with storage.atomic_write(f"{folder}/x") as path:
         path.write_bytes(b"whole")
         assert not storage.exists(f"{folder}/x")
     assert storage.read_bytes(f"{folder}/x") == b"whole"
@@ -239,18 +239,18 @@ def test_a_scheme_that_is_not_known_is_refused(uri: str) -> None:
 
 
 def test_a_local_file_is_used_where_it_lies(tmp_path: Path, cache: Path) -> None:
-    assert storage.on_this_node(str(tmp_path / "x"), "group") == tmp_path / "x"
+    assert storage.fetch_to_node(str(tmp_path / "x"), "group") == tmp_path / "x"
     assert not cache.exists()
 
 
 def test_a_remote_file_is_fetched_once(s3: str, cache: Path, tmp_path: Path) -> None:
     uri = f"{s3}/{tmp_path.name}/x.tokens"
     storage.write_bytes(uri, b"content")
-    path = storage.on_this_node(uri, "group")
+    path = storage.fetch_to_node(uri, "group")
     assert path == cache / "group" / "x.tokens"
     assert path.read_bytes() == b"content"
     storage.delete(uri)
-    assert storage.on_this_node(uri, "group").read_bytes() == b"content"  # without a look at the server
+    assert storage.fetch_to_node(uri, "group").read_bytes() == b"content"  # without a look at the server
     assert sorted(file.name for file in path.parent.iterdir()) == ["x.lock", "x.tokens"]
 
 
@@ -258,7 +258,7 @@ def test_files_of_two_groups_are_kept_apart(s3: str, cache: Path, tmp_path: Path
     for number in (1, 2):
         uri = f"{s3}/{tmp_path.name}/{number}/x.tokens"
         storage.write_bytes(uri, b"%d" % number)
-        assert storage.on_this_node(uri, f"group-{number}").read_bytes() == b"%d" % number
+        assert storage.fetch_to_node(uri, f"group-{number}").read_bytes() == b"%d" % number
 
 
 def test_without_a_cache_folder_the_home_folder_has_one(
@@ -268,7 +268,7 @@ def test_without_a_cache_folder_the_home_folder_has_one(
     monkeypatch.setenv("HOME", str(tmp_path))
     storage.write_bytes(f"{s3}/{tmp_path.name}/x", b"1")
     expected = tmp_path / ".cache" / "raygpt" / "group" / "x"
-    assert storage.on_this_node(f"{s3}/{tmp_path.name}/x", "group") == expected
+    assert storage.fetch_to_node(f"{s3}/{tmp_path.name}/x", "group") == expected
 
 
 def test_workers_of_a_node_that_want_the_same_file_fetch_it_once(
@@ -284,7 +284,7 @@ def test_workers_of_a_node_that_want_the_same_file_fetch_it_once(
 
     def worker() -> None:
         together.wait(30)
-        storage.on_this_node(uri, "group")
+        storage.fetch_to_node(uri, "group")
 
     monkeypatch.setattr(storage, "download", counted)
     workers = [threading.Thread(target=worker) for _ in range(4)]
@@ -297,7 +297,7 @@ def test_workers_of_a_node_that_want_the_same_file_fetch_it_once(
 
 def test_a_remote_file_that_has_gone_is_refused_and_nothing_is_kept(s3: str, cache: Path) -> None:
     expected = f"{s3}/gone is not there any more; copy it there again, or prepare the source again"
-    assert refusal(storage.on_this_node, f"{s3}/gone", "group") == expected
+    assert refusal(storage.fetch_to_node, f"{s3}/gone", "group") == expected
     assert [file.name for file in (cache / "group").iterdir()] == ["gone.lock"]
 
 
@@ -390,7 +390,7 @@ def test_a_copy_that_does_not_fit_on_this_node_is_refused(
     monkeypatch.setenv("XDG_CACHE_HOME", str(disk))
     storage.write_bytes(f"{s3}/large", bytes(2**21))
     path = disk / "raygpt" / "group" / "large"
-    assert refusal(storage.on_this_node, f"{s3}/large", "group") == NO_SPACE.format(path)
+    assert refusal(storage.fetch_to_node, f"{s3}/large", "group") == NO_SPACE.format(path)
     assert [file.name for file in path.parent.iterdir()] == ["large.lock"]
 
 

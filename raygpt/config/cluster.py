@@ -7,17 +7,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from raygpt.config.parts import Part, Real, Whole, shown
+from raygpt.config.parts import Integer, Number, Part, shown
 from raygpt.errors import RaygptError
 
 
 class Mesh(Part):
     """How devices are arranged. One axis may be -1, what is left; that is `data` unless another is."""
 
-    data: Whole = Field(-1, description="Copies of the model that share a batch.")
-    fsdp: Whole = Field(1, description="Devices that share one copy's parameters, and the batch.")
-    tensor: Whole = Field(1, description="Devices that share each matrix; must divide model.heads.")
-    context: Whole = Field(1, description="Devices that share each row; must divide model.context. Engine jax alone.")
+    data: Integer = Field(-1, description="Copies of the model that share a batch.")
+    fsdp: Integer = Field(1, description="Devices that share one copy's parameters, and the batch.")
+    tensor: Integer = Field(1, description="Devices that share each matrix; must divide model.heads.")
+    context: Integer = Field(1, description="Devices that share each row; must divide model.context. Engine jax alone.")
 
     @model_validator(mode="before")
     @classmethod
@@ -98,7 +98,7 @@ class Cluster(Part):
         None, description="As Ray names it, e.g. H100 or TPU-V6E; null takes any. A TPU slice needs it."
     )
     topology: str | None = Field(None, description="Of a TPU slice, e.g. 4x4.")
-    resources_per_worker: dict[str, Real] = Field(
+    resources_per_worker: dict[str, Number] = Field(
         {}, description="As Ray names them; what is left out: 1 CPU, and 1 GPU or the chips of a TPU's host."
     )
     placement: Literal["auto", "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
@@ -107,7 +107,7 @@ class Cluster(Part):
     runtime_env: dict[str, Any] = Field(  # left out of what is written to a run: it may hold secrets
         {}, exclude=True, description="Ray's runtime environment for the workers, e.g. {env_vars: {NAME: value}}."
     )
-    max_faults: Whole = Field(
+    max_faults: Integer = Field(
         100, ge=0, description="Times that lost workers are started again; a node that is taken away does not count."
     )
     mesh: Mesh = Field(Mesh(), description="How the devices of all workers are arranged.")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from raygpt.config.parts import SEEDS, Part, Real, Whole, refuse_credentials, shown
+from raygpt.config.parts import SEEDS, Integer, Number, Part, refuse_credentials, shown
 
 MIN_BPE = 258  # 256 bytes, end of text and one merge
 
@@ -14,7 +14,7 @@ class Source(Part):
     """One text of a mixture."""
 
     source: str = Field(min_length=1, description="A name or path, as in data.source.")
-    weight: Real = Field(gt=0, description="Its share of the windows, relative to the other weights.")
+    weight: Number = Field(gt=0, description="Its share of the windows, relative to the other weights.")
 
 
 def _one_or_mixture(source: object) -> str:
@@ -54,9 +54,9 @@ class Data(Part):
     split: Literal["documents", "tail", "huggingface"] = Field(
         "documents", description="How val's share is taken: by a document's hash, off the end, or as datasets does."
     )
-    split_seed: Whole = Field(2357, ge=0, lt=SEEDS, description="Decides which documents or rows val gets.")
+    split_seed: Integer = Field(2357, ge=0, lt=SEEDS, description="Decides which documents or rows val gets.")
     column: str = Field("text", min_length=1, description="Where jsonl and parquet hold the text.")
-    limit: Annotated[Whole, Field(gt=0)] | None = Field(
+    limit: Annotated[Integer, Field(gt=0)] | None = Field(
         None, description="Only so many rows of each source, its first: lines of text, rows of jsonl and parquet."
     )
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from raygpt.config.parts import May, Part, Real, Whole, multiples_around
+from raygpt.config.parts import Integer, May, Number, Part, multiples_around
 
 # Layers, heads, width of the four published GPT-2 sizes; all have a context of 1024.
 PRESETS = {
@@ -22,11 +22,11 @@ class Model(Part):
     preset: Annotated[Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] | None, May.DIFFER] = Field(
         None, description="A published size: layers, heads, width and context (1024) that are not set here."
     )
-    layers: Whole = Field(4, gt=0, description="Transformer blocks.")
-    heads: Whole = Field(4, gt=0, description="Attention heads; must divide width.")
-    width: Whole = Field(128, gt=0, description="Size of the residual stream.")
-    context: Whole = Field(128, gt=0, description="Tokens that the model sees at once.")
-    dropout: Annotated[Real, May.DIFFER] = Field(
+    layers: Integer = Field(4, gt=0, description="Transformer blocks.")
+    heads: Integer = Field(4, gt=0, description="Attention heads; must divide width.")
+    width: Integer = Field(128, gt=0, description="Size of the residual stream.")
+    context: Integer = Field(128, gt=0, description="Tokens that the model sees at once.")
+    dropout: Annotated[Number, May.DIFFER] = Field(
         0.0, ge=0, lt=1, description="Share of activations dropped in training."
     )
     bias: bool = Field(True, description="Biases in linear layers and norms.")
@@ -34,7 +34,7 @@ class Model(Part):
     init: Annotated[Literal["gpt2", "xavier"], May.DIFFER] = Field(
         "gpt2", description="gpt2: normal 0.02, residual projections / sqrt(2·layers); xavier: uniform."
     )
-    norm_epsilon: Annotated[Real, May.DIFFER] = Field(1e-5, gt=0, description="Added to the variance in each norm.")
+    norm_epsilon: Annotated[Number, May.DIFFER] = Field(1e-5, gt=0, description="Added to the variance in each norm.")
     precision: Annotated[Literal["auto", "bf16", "fp16", "fp32", "fp64"], May.DIFFER] = Field(
         "auto", description="Of the arithmetic; parameters stay fp32. auto: the best that the device has."
     )

@@ -14,13 +14,13 @@ def _not_bool(value: object) -> object:
     return str(value) if isinstance(value, bool) else value
 
 
-Whole = Annotated[int, BeforeValidator(_not_bool)]
-Real = Annotated[float, BeforeValidator(_not_bool)]
-Beta = Annotated[Real, Field(ge=0, lt=1)]
+Integer = Annotated[int, BeforeValidator(_not_bool)]
+Number = Annotated[float, BeforeValidator(_not_bool)]
+Beta = Annotated[Number, Field(ge=0, lt=1)]
 
 
 class May(Enum):
-    """What a key's type says of its value, e.g. Annotated[Whole, May.CHANGE]; a key without a word may do neither."""
+    """What a key's type says of its value, e.g. Annotated[Integer, May.CHANGE]; a key without a word may do neither."""
 
     CHANGE = "when a run goes on: where it runs, what is said of it, how a step is computed"
     DIFFER = "from the run that another one starts from: its weights fit all the same"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from raygpt.config.parts import Part, Whole, refuse_credentials, shown
+from raygpt.config.parts import Integer, Part, refuse_credentials, shown
 
 
 class Run(Part):
@@ -13,12 +13,12 @@ class Run(Part):
 
     name: str | None = Field(None, description="Of the run directory; null takes the recipe's name.")
     storage: str = Field("runs", min_length=1, description="A folder or s3:// address; shared by all nodes.")
-    keep: Whole = Field(3, gt=0, description="Newest checkpoints that are kept.")
-    keep_best: Whole = Field(1, ge=0, description="Checkpoints of the lowest validation loss that are kept besides.")
-    keep_every: Annotated[Whole, Field(gt=0)] | None = Field(
+    keep: Integer = Field(3, gt=0, description="Newest checkpoints that are kept.")
+    keep_best: Integer = Field(1, ge=0, description="Checkpoints of the lowest validation loss that are kept besides.")
+    keep_every: Annotated[Integer, Field(gt=0)] | None = Field(
         None, description="Checkpoints of these multiples of steps are kept for ever."
     )
-    failed_saves: Whole = Field(5, gt=0, description="Checkpoints in a row that cannot be saved before the run ends.")
+    failed_saves: Integer = Field(5, gt=0, description="Checkpoints in a row that cannot be saved before the run ends.")
     start_from: str | None = Field(
         None, description="RUN or RUN@STEP: begin with that run's state, a name in storage or a path."
     )

@@ -7,22 +7,22 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from raygpt.config.parts import SEEDS, Beta, May, Part, Real, Whole, refuse_credentials, shown
+from raygpt.config.parts import SEEDS, Beta, Integer, May, Number, Part, refuse_credentials, shown
 
 
 class Optimizer(Part):
     """AdamW."""
 
-    learning_rate: Real = Field(1e-3, gt=0, description="The highest rate; the schedule scales it.")
+    learning_rate: Number = Field(1e-3, gt=0, description="The highest rate; the schedule scales it.")
     betas: tuple[Beta, Beta] = Field(
         (0.9, 0.95), description="How much of the gradient's running mean and square each step keeps."
     )
-    epsilon: Real = Field(1e-8, gt=0, description="Added to the divisor, so that it is never zero.")
-    weight_decay: Real = Field(0.1, ge=0, description="Share of a weight taken off per step, times the rate.")
+    epsilon: Number = Field(1e-8, gt=0, description="Added to the divisor, so that it is never zero.")
+    weight_decay: Number = Field(0.1, ge=0, description="Share of a weight taken off per step, times the rate.")
     decay: Literal["matrices", "all"] = Field(
         "matrices", description="What decays: matrices and embeddings only, or biases and norms too."
     )
-    clip: Annotated[Real, Field(gt=0)] | None = Field(
+    clip: Annotated[Number, Field(gt=0)] | None = Field(
         1.0, description="The gradient's largest global norm; null does not clip."
     )
 
@@ -33,9 +33,9 @@ class Schedule(Part):
     kind: Literal["cosine", "linear", "wsd", "constant"] = Field(
         "cosine", description="The shape after warm-up; wsd is constant, then falls at the end."
     )
-    warmup_steps: Whole = Field(0, ge=0, description="Steps in which the rate rises from 0.")
-    end: Real = Field(0.1, ge=0, le=1, description="What the rate falls to after the last step, as a share.")
-    decay_share: Real = Field(0.2, gt=0, le=1, description="wsd: the share of steps in which the rate falls.")
+    warmup_steps: Integer = Field(0, ge=0, description="Steps in which the rate rises from 0.")
+    end: Number = Field(0.1, ge=0, le=1, description="What the rate falls to after the last step, as a share.")
+    decay_share: Number = Field(0.2, gt=0, le=1, description="wsd: the share of steps in which the rate falls.")
 
     @model_validator(mode="after")
     def _no_idle_keys(self) -> Self:
@@ -53,7 +53,7 @@ class Schedule(Part):
             )
         return self
 
-    def share(self, step: Any, steps: int, xp: Any) -> Any:
+    def fraction(self, step: Any, steps: int, xp: Any) -> Any:
         """Of the highest rate, in the step that follows `step` others, of a run of so many.
 
         `xp` is numpy or jax.numpy. Warm-up rises to the full rate at step `warmup_steps`; no step has a rate of zero.
@@ -113,25 +113,25 @@ def _some_text(prompts: object) -> object:
 class Training(Part):
     """How long, in what batches, and what happens on the way."""
 
-    steps: Annotated[Whole, Field(gt=0)] | None = Field(
+    steps: Annotated[Integer, Field(gt=0)] | None = Field(
         1000, description="Optimizer steps in all; null where epochs says how long."
     )
-    epochs: Annotated[Real, Field(gt=0)] | None = Field(
+    epochs: Annotated[Number, Field(gt=0)] | None = Field(
         None, description="Passes over the corpus in all; null where steps says how long."
     )
-    batch_tokens: Whole = Field(4096, gt=0, description="Tokens a step, all workers together; whole rows.")
-    seed: Whole = Field(1337, ge=0, lt=SEEDS, description="Decides first weights, dropout and data order.")
-    log_every: Annotated[Whole, May.CHANGE] = Field(10, gt=0, description="Steps between lines of the log.")
+    batch_tokens: Integer = Field(4096, gt=0, description="Tokens a step, all workers together; whole rows.")
+    seed: Integer = Field(1337, ge=0, lt=SEEDS, description="Decides first weights, dropout and data order.")
+    log_every: Annotated[Integer, May.CHANGE] = Field(10, gt=0, description="Steps between lines of the log.")
     eval_every: Annotated[Every, May.CHANGE] = Field(
         100, description="Steps between validations, or epoch: once in each."
     )
-    eval_rows: Annotated[Annotated[Whole, Field(gt=0)] | None, May.CHANGE] = Field(
+    eval_rows: Annotated[Annotated[Integer, Field(gt=0)] | None, May.CHANGE] = Field(
         None, description="Windows to validate on, evenly spread and always the same; null takes all."
     )
     eval_tasks: Annotated[tuple[str, ...], BeforeValidator(_task_names), "list of text", May.CHANGE] = Field(
         (), description="Scored at each validation: hellaswag, lambada; or e.g. lambada=FILE.jsonl for its items."
     )
-    eval_items: Annotated[Annotated[Whole, Field(gt=0)] | None, May.CHANGE] = Field(
+    eval_items: Annotated[Annotated[Integer, Field(gt=0)] | None, May.CHANGE] = Field(
         None, description="Items of each task to score, its first; null takes all."
     )
     prompts: Annotated[tuple[str, ...], BeforeValidator(_some_text), "list of text", May.CHANGE] = Field(
@@ -149,16 +149,16 @@ class Training(Part):
     on_spike: Annotated[Literal["ignore", "warn", "skip", "stop"], May.CHANGE] = Field(
         "ignore", description="When loss or gradient norm is far above what it was: warn, leave the step out, or end."
     )
-    spike_sigmas: Annotated[Real, May.CHANGE] = Field(
+    spike_sigmas: Annotated[Number, May.CHANGE] = Field(
         6.0, gt=0, description="How far: in standard deviations over about the last 100 steps."
     )
-    hang_after: Annotated[Annotated[Real, Field(gt=0)] | None, May.CHANGE] = Field(
+    hang_after: Annotated[Annotated[Number, Field(gt=0)] | None, May.CHANGE] = Field(
         900, description="Seconds without a step, compiling included, after which a worker counts as hung."
     )
     compile: Annotated[Literal["auto", "scanned", "unrolled", "off"], May.CHANGE] = Field(
         "auto", description="The layers as one loop (compiles fast), one after another (runs fast), or not at all."
     )
-    accumulation: Annotated[Annotated[Whole, Field(gt=0)] | None, May.CHANGE] = Field(
+    accumulation: Annotated[Annotated[Integer, Field(gt=0)] | None, May.CHANGE] = Field(
         None, description="Parts that a batch is computed in, one after another; null: as memory demands."
     )
     remat: Annotated[Literal["none", "products", "blocks"], May.CHANGE] = Field(

@@ -58,11 +58,11 @@ class GrowingStream(TokenStream):
         first, units = (0, plan["units"]) if stream == "train" else (plan["units"], plan["val_units"])
         self._next = (first, 0)  # unit and part of the shard that is looked for
         self._end = first + units
-        self._whole = False
+        self._is_complete = False
 
     def wait(self, tokens: int) -> int:
         """Tokens there are, once they reach `tokens` or the stream is whole."""
-        while len(self) < tokens and not self._whole:
+        while len(self) < tokens and not self._is_complete:
             self._until(self._take_next)
         return len(self)
 
@@ -81,7 +81,7 @@ class GrowingStream(TokenStream):
         """Take in the next shard, or after the last one the index; False where it is not there yet."""
         unit, part = self._next
         if unit == self._end and self._stream == "val":
-            self._whole = True
+            self._is_complete = True
             return True
         name = shard_name(self._stream, unit, part) if unit < self._end else INDEX
         uri = storage.join(self.folder, name)
@@ -103,7 +103,7 @@ class GrowingStream(TokenStream):
                 f"{self.folder}: its documents were too few to draw from, so the end of its tokens is held out for "
                 "validation; train again, the store is whole now"
             )
-        self._whole = True
+        self._is_complete = True
 
 
 class GrowingStore(TokenStore):
@@ -116,6 +116,6 @@ class GrowingStore(TokenStore):
         self.val.wait(sys.maxsize)
 
 
-def is_whole(folder: str) -> bool:
+def is_complete(folder: str) -> bool:
     """Whether the store is complete, so that it is opened as it is."""
     return storage.exists(storage.join(folder, INDEX))

@@ -7,7 +7,7 @@ from raygpt import storage
 from raygpt.config import Data
 from raygpt.corpus import nanogpt, prepare, tokenizers
 from raygpt.corpus.feed import Feed
-from raygpt.corpus.growing import GrowingStore, is_whole
+from raygpt.corpus.growing import GrowingStore, is_complete
 from raygpt.corpus.order import window_count
 from raygpt.corpus.prepare import Background, Job, Watch
 from raygpt.corpus.sources import Source, resolve
@@ -61,7 +61,7 @@ def growing_text(data: Data, stores: str) -> tuple[Job, str] | None:
         return None
     (job,) = _jobs(data, [resolve(first.source, data.column, data.limit)])
     folder = _folder(job, stores)
-    return None if is_whole(folder) else (job, folder)
+    return None if is_complete(folder) else (job, folder)
 
 
 def open_growing(job: Job, folder: str, watch: Watch = lambda progress: None, cpus: float | None = None) -> Mixture:

@@ -70,6 +70,6 @@ def write_nanogpt(store: TokenStore) -> None:
             f"nanoGPT's files are uint16 and this store has {store.index.vocab} ids; use a smaller tokenizer"
         )
     for name, stream in ((FILES["train"], store.train), (FILES["val"], store.val)):
-        with storage.written_whole(storage.join(store.folder, name)) as path, path.open("wb") as file:
+        with storage.atomic_write(storage.join(store.folder, name)) as path, path.open("wb") as file:
             for ids in stream.runs():
                 file.write(ids.data)

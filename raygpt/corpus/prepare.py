@@ -111,7 +111,7 @@ def prepare(
 def run(job: Job, folder: str, watch: Watch = lambda progress: None, cpus: float | None = None) -> TokenStore:
     """Make the store of a job in a folder, or finish or open the one that is there; with all CPUs, or so many."""
     folder = storage.absolute(folder)  # Ray's workers run in other folders
-    if _is_whole(folder, job.fingerprint):
+    if _is_complete(folder, job.fingerprint):
         return open_store(folder)
     rows = _row_counts(job)
     units = _units(job, rows)
@@ -174,7 +174,7 @@ def _advance(progress: Progress, part: Part, seconds: float) -> Progress:
     )
 
 
-def _is_whole(folder: str, fingerprint: str) -> bool:
+def _is_complete(folder: str, fingerprint: str) -> bool:
     """Whether the job's store is there already. A store of something else is refused."""
     index = storage.read_json(storage.join(folder, INDEX))
     if index and index.get("fingerprint") != fingerprint:

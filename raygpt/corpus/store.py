@@ -86,7 +86,7 @@ def shard_name(stream: str, unit: int, part: int) -> str:
 
 def write_shard(uri: str, ids: Iterable[Ids], header: Header) -> None:
     """Write a shard; it takes its name when it is whole."""
-    with storage.written_whole(uri) as path, path.open("wb") as file:
+    with storage.atomic_write(uri) as path, path.open("wb") as file:
         file.write(header.pack())
         for part in ids:
             # not tofile: it cannot tell that the disk is full
@@ -266,7 +266,7 @@ def _check_sizes(store: TokenStore, names: dict[str, int]) -> None:
 
 def map_shard(uri: str, index: Index) -> Ids:
     """The ids of a shard, memory-mapped; one in an object store is fetched to this node once."""
-    path = storage.on_this_node(uri, index.fingerprint)
+    path = storage.fetch_to_node(uri, index.fingerprint)
     if path.suffix == ".bin":
         return _mapped(path, np.dtype("<u2"), 0)
     with path.open("rb") as file:

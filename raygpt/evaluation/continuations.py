@@ -1,7 +1,7 @@
 """How likely a model finds a continuation of a text: what HellaSwag and LAMBADA are made of.
 
 Context and continuation are encoded together, and what is beyond the context's own tokens is the continuation, as
-lm-evaluation-harness has it, so that the scores are the same.
+lm-evaluation-harness has it, so that the results are the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ TOKENS = 2**13  # that are computed at a time
 Watch = Callable[[int, int], None]  # how many of how many are done
 
 
-class Asked(Protocol):
+class ScorableModel(Protocol):
     """A model that can be asked: one that is trained, or still in training."""
 
     @property
@@ -37,7 +37,7 @@ class Pair(NamedTuple):
     continuation: str
 
 
-class Score(NamedTuple):
+class Likelihood(NamedTuple):
     """Of a continuation."""
 
     log_probability: float
@@ -51,17 +51,19 @@ class Encoded(NamedTuple):
     continuation: int
 
 
-def score(model: Asked, pairs: Sequence[Pair], watch: Watch = lambda done, total: None) -> list[Score]:
+def likelihoods(
+    model: ScorableModel, pairs: Sequence[Pair], watch: Watch = lambda done, total: None
+) -> list[Likelihood]:
     """In the order of the pairs, though computed in that of their lengths: so little is padding."""
     encoded = encode(model.tokenizer, pairs, model.reader.context)
-    scores: list[Score | None] = [None] * len(pairs)
+    found: list[Likelihood | None] = [None] * len(pairs)
     done = 0
     for places in _batches([len(pair.ids) for pair in encoded], model.reader.context):
-        for place, scored in zip(places, _scored(model, [encoded[n] for n in places]), strict=True):
-            scores[place] = scored
+        for place, likelihood in zip(places, _batch_likelihoods(model, [encoded[n] for n in places]), strict=True):
+            found[place] = likelihood
         done += len(places)
         watch(done, len(pairs))
-    return [scored for scored in scores if scored is not None]
+    return [likelihood for likelihood in found if likelihood is not None]
 
 
 def encode(tokenizer: Tokenizer, pairs: Sequence[Pair], context: int) -> list[Encoded]:
@@ -87,7 +89,7 @@ def _batches(lengths: Sequence[int], context: int) -> Iterator[list[int]]:
         begin += rows
 
 
-def _scored(model: Asked, batch: Sequence[Encoded]) -> Iterator[Score]:
+def _batch_likelihoods(model: ScorableModel, batch: Sequence[Encoded]) -> Iterator[Likelihood]:
     windows = np.zeros((len(batch), max(len(pair.ids) for pair in batch)), dtype=np.int32)
     for row, pair in enumerate(batch):
         windows[row, : len(pair.ids)] = pair.ids
@@ -95,4 +97,4 @@ def _scored(model: Asked, batch: Sequence[Encoded]) -> Iterator[Score]:
     for row, pair in enumerate(batch):
         end = len(pair.ids) - 1  # of the targets
         mine = slice(end - pair.continuation, end)
-        yield Score(float(logs[row, mine].sum(dtype=np.float64)), bool(hits[row, mine].all()))
+        yield Likelihood(float(logs[row, mine].sum(dtype=np.float64)), bool(hits[row, mine].all()))

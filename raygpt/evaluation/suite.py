@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from raygpt.errors import RaygptError
 from raygpt.evaluation import tasks, validation
 from raygpt.evaluation.tasks import TASKS, Figures
-from raygpt.inference.loaded import Loaded
+from raygpt.inference.loaded import LoadedModel
 
 VALIDATION = "validation"
 Chosen = Mapping[str, str | None]  # name -> file of its items, if one was named
@@ -21,7 +21,7 @@ def choose(names: Sequence[str]) -> Chosen:
 
 
 def evaluate(
-    loaded: Loaded,
+    loaded: LoadedModel,
     chosen: Chosen,
     limit: int | None = None,
     watch: Callable[[str, int, int], None] = lambda name, done, total: None,

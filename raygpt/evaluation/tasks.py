@@ -11,7 +11,7 @@ import numpy as np
 from raygpt import storage
 from raygpt.corpus.sources import resolve
 from raygpt.errors import RaygptError
-from raygpt.evaluation.continuations import Asked, Pair, Score, Watch, score
+from raygpt.evaluation.continuations import Likelihood, Pair, ScorableModel, Watch, likelihoods
 
 Item = dict[str, Any]
 Figures = dict[str, float]
@@ -24,7 +24,7 @@ class EvalTask(NamedTuple):
     on_the_hub: str
     figures: tuple[str, ...]  # of its result, that people quote
     pairs: Callable[[Item], list[Pair]]
-    result: Callable[[Sequence[Item], Sequence[list[Score]]], Figures]
+    result: Callable[[Sequence[Item], Sequence[list[Likelihood]]], Figures]
 
 
 def hellaswag_pairs(item: Item) -> list[Pair]:
@@ -41,9 +41,9 @@ def _without_marks(text: str) -> str:
     return text.replace("  ", " ")
 
 
-def hellaswag_result(items: Sequence[Item], scores: Sequence[list[Score]]) -> Figures:
+def hellaswag_result(items: Sequence[Item], found: Sequence[list[Likelihood]]) -> Figures:
     """How often the true ending is the likeliest, as a whole and by its number of characters."""
-    right = [hellaswag_choices(item, of_item) for item, of_item in zip(items, scores, strict=True)]
+    right = [hellaswag_choices(item, of_item) for item, of_item in zip(items, found, strict=True)]
     labels = np.array([int(item["label"]) for item in items])
     plain, normed = (np.array([pair[n] for pair in right]) == labels for n in (0, 1))
     return {
@@ -54,9 +54,9 @@ def hellaswag_result(items: Sequence[Item], scores: Sequence[list[Score]]) -> Fi
     }
 
 
-def hellaswag_choices(item: Item, scores: list[Score]) -> tuple[int, int]:
+def hellaswag_choices(item: Item, found: list[Likelihood]) -> tuple[int, int]:
     """The ending that is the likeliest, and the one that is by its number of characters."""
-    logs = np.array([score.log_probability for score in scores])
+    logs = np.array([one.log_probability for one in found])
     lengths = np.array([len(pair.continuation) - 1 for pair in hellaswag_pairs(item)])  # without the blank before it
     return int(logs.argmax()), int((logs / np.maximum(lengths, 1)).argmax())
 
@@ -67,10 +67,10 @@ def lambada_pairs(item: Item) -> list[Pair]:
     return [Pair(context, f" {word}")]
 
 
-def lambada_result(items: Sequence[Item], scores: Sequence[list[Score]]) -> Figures:
+def lambada_result(items: Sequence[Item], found: Sequence[list[Likelihood]]) -> Figures:
     """How often every token of the word is the likeliest, and the word's perplexity."""
-    greedy = np.array([of_item[0].greedy for of_item in scores])
-    logs = np.array([of_item[0].log_probability for of_item in scores])
+    greedy = np.array([of_item[0].greedy for of_item in found])
+    logs = np.array([of_item[0].log_probability for of_item in found])
     perplexity = math.exp(min(-logs.mean(), 700))  # what has not learned may be beyond a float's range
     return {
         "acc": float(greedy.mean()),
@@ -99,7 +99,7 @@ TASKS = {  # their names are those that a recipe may say
 }
 
 
-SCORES = tuple(f"{name}_{key}" for name, task in TASKS.items() for key in task.figures)  # as metrics have them
+METRIC_NAMES = tuple(f"{name}_{key}" for name, task in TASKS.items() for key in task.figures)  # as metrics have them
 
 
 def choose(names: Sequence[str]) -> dict[str, str | None]:
@@ -107,18 +107,20 @@ def choose(names: Sequence[str]) -> dict[str, str | None]:
     return {name: path or None for name, _, path in (word.partition("=") for word in names)}
 
 
-def evaluate(model: Asked, name: str, items: Sequence[Item], watch: Watch = lambda done, total: None) -> Figures:
+def evaluate(
+    model: ScorableModel, name: str, items: Sequence[Item], watch: Watch = lambda done, total: None
+) -> Figures:
     """What a task comes to on these items."""
-    return {**TASKS[name].result(items, score_items(model, name, items, watch)), "items": len(items)}
+    return {**TASKS[name].result(items, item_likelihoods(model, name, items, watch)), "items": len(items)}
 
 
-def score_items(
-    model: Asked, name: str, items: Sequence[Item], watch: Watch = lambda done, total: None
-) -> list[list[Score]]:
+def item_likelihoods(
+    model: ScorableModel, name: str, items: Sequence[Item], watch: Watch = lambda done, total: None
+) -> list[list[Likelihood]]:
     """What the model makes of each item."""
     asked = [TASKS[name].pairs(item) for item in items]
     try:
-        flat = iter(score(model, [pair for pairs in asked for pair in pairs], watch))
+        flat = iter(likelihoods(model, [pair for pairs in asked for pair in pairs], watch))
     except RaygptError as error:  # a char tokenizer knows its own corpus' characters
         raise RaygptError(f"{name} cannot be asked: {str(error).partition(';')[0]}; leave it out") from None
     return [[next(flat) for _ in pairs] for pairs in asked]

@@ -15,7 +15,7 @@ from raygpt.corpus.tokenizers import byte_lengths
 from raygpt.errors import RaygptError
 from raygpt.evaluation.continuations import TOKENS, Watch
 from raygpt.evaluation.tasks import Figures, standard_error
-from raygpt.inference.loaded import Loaded
+from raygpt.inference.loaded import LoadedModel
 from raygpt.runs import OpenRun
 
 
@@ -31,7 +31,7 @@ class Validation:
     bytes: int
 
 
-def validate(loaded: Loaded, watch: Watch = lambda done, total: None) -> Figures:
+def validate(loaded: LoadedModel, watch: Watch = lambda done, total: None) -> Figures:
     """Over all validation windows, as training does it where `training.eval_rows` is not set."""
     streams = val_streams(loaded.run, loaded.run.facts(loaded.checkpoint)["data"])
     context = loaded.reader.context

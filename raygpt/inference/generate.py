@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raygpt.corpus.tokenizers import Tokenizer
-from raygpt.inference.loaded import Loaded
+from raygpt.inference.loaded import LoadedModel
 from raygpt.inference.sampling import encode_prompt, stream
 
 UNFINISHED = "�"  # what a character shows as while some of its bytes are still to come
 
 
 @dataclass(frozen=True)
-class Manner:
+class SamplingOptions:
     """How to draw, and when to stop."""
 
     tokens: int = 256
@@ -70,9 +70,9 @@ class Sample:
 
 
 def generate(
-    loaded: Loaded,
+    loaded: LoadedModel,
     prompt: str | None,
-    manner: Manner,
+    options: SamplingOptions,
     samples: int = 1,
     *,
     show: Callable[[str], None] = lambda text: None,
@@ -80,18 +80,18 @@ def generate(
 ) -> list[Sample]:
     """Continue a prompt, or without one begin as a document does. `show` gets the first sample's text as it comes."""
     ids = encode_prompt(loaded.tokenizer, prompt)
-    texts = [Sample(loaded.tokenizer, manner.stop) for _ in range(samples)]
+    texts = [Sample(loaded.tokenizer, options.stop) for _ in range(samples)]
     drawn = stream(
         loaded.reader,
         loaded.state,
         np.tile(ids, (samples, 1)),
-        temperature=manner.temperature,
-        top_k=manner.top_k,
-        top_p=manner.top_p,
-        seed=manner.seed,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
         forgets=_said_once(note, loaded.reader.context),
     )
-    for _, tokens in zip(range(manner.tokens), drawn, strict=False):
+    for _, tokens in zip(range(options.tokens), drawn, strict=False):
         shown = [text.add(int(token)) for text, token in zip(texts, tokens, strict=True)]
         show(shown[0])
         if all(text.ended for text in texts):

@@ -14,7 +14,7 @@ from raygpt.runs.checkpoints import Checkpoint
 
 
 @dataclass(frozen=True)
-class Weighed:
+class CheckpointWeights:
     """The parameters of a checkpoint, on this host, and what belongs to them."""
 
     run: OpenRun
@@ -37,18 +37,18 @@ class Weighed:
     @property
     def val_loss(self) -> float | None:
         """As it was measured in training."""
-        return self.run.scores.get(self.checkpoint.step)
+        return self.run.val_losses.get(self.checkpoint.step)
 
 
 @dataclass(frozen=True)
-class Loaded(Weighed):
+class LoadedModel(CheckpointWeights):
     """The same on a device, with what computes it."""
 
     reader: Reader
     state: Any
 
 
-def read(run: OpenRun, step: int | None = None, best: bool = True) -> Weighed:
+def read(run: OpenRun, step: int | None = None, best: bool = True) -> CheckpointWeights:
     """A checkpoint's parameters: of a step, or the best, or the newest."""
     model = run.recipe.model
     picked = run.pick(step, best)
@@ -56,12 +56,12 @@ def read(run: OpenRun, step: int | None = None, best: bool = True) -> Weighed:
     require(facts["engine"])
     if facts["tokenizer"] != tokenizers.fingerprint(run.tokenizer):
         raise RaygptError(f"{run.folder}: its tokenizer is not the one it was trained with; copy the run again")
-    parameters = read_parameters(facts["engine"], checkpoints.on_this_node(picked), model, run.tokenizer.vocab)
-    return Weighed(run, picked, facts["engine"], parameters)
+    parameters = read_parameters(facts["engine"], checkpoints.fetch_to_node(picked), model, run.tokenizer.vocab)
+    return CheckpointWeights(run, picked, facts["engine"], parameters)
 
 
-def load(run: OpenRun, step: int | None = None, best: bool = True) -> Loaded:
+def load(run: OpenRun, step: int | None = None, best: bool = True) -> LoadedModel:
     """The same, on this machine's device, computed by the engine that trained it."""
     found = read(run, step, best)
     reader = make_reader(found.engine, found.model, run.tokenizer.vocab)
-    return Loaded(run, found.checkpoint, found.engine, found.parameters, reader, reader.load(found.parameters))
+    return LoadedModel(run, found.checkpoint, found.engine, found.parameters, reader, reader.load(found.parameters))

@@ -1,20 +1,20 @@
 """The model card: what was trained on what, how well, and how to use it."""
 
-from raygpt.inference.loaded import Weighed
+from raygpt.inference.loaded import CheckpointWeights
 from raygpt.models import describe
 from raygpt.show.report import loss_picture
 
 CURVE = "loss.svg"
 
 
-def files(found: Weighed) -> dict[str, str]:
+def files(found: CheckpointWeights) -> dict[str, str]:
     """README.md, and the curve where there is one to draw."""
     is_logged = any("loss" in line for line in found.run.metrics)
     drawn = {CURVE: loss_picture([found.run])} if is_logged else {}
     return {"README.md": _card(found, bool(drawn)), **drawn}
 
 
-def _card(found: Weighed, with_curve: bool) -> str:
+def _card(found: CheckpointWeights, with_curve: bool) -> str:
     recipe, vocab = found.recipe, found.tokenizer.vocab
     model = recipe.model
     return "\n".join(
@@ -57,7 +57,7 @@ def _card(found: Weighed, with_curve: bool) -> str:
     )
 
 
-def _data(found: Weighed) -> list[str]:
+def _data(found: CheckpointWeights) -> list[str]:
     data = found.recipe.data
     if not found.run.facts(found.checkpoint)["data"]:
         return ["Weights that were made elsewhere, and not trained further here."]
@@ -68,7 +68,7 @@ def _data(found: Weighed) -> list[str]:
     return [*sources, f"- validation: {val}", f"- tokenizer: `{data.tokenizer}`"]
 
 
-def _losses(found: Weighed) -> list[str]:
+def _losses(found: CheckpointWeights) -> list[str]:
     last = {key: line[key] for line in found.run.metrics for key in ("loss", "tokens") if key in line}
     rows = []
     if found.val_loss is not None:

@@ -7,7 +7,7 @@ from raygpt import storage
 from raygpt.config import Model
 from raygpt.corpus.tokenizers import END_OF_TEXT, FILE_NAME
 from raygpt.errors import RaygptError
-from raygpt.inference.loaded import Weighed
+from raygpt.inference.loaded import CheckpointWeights
 from raygpt.interop import card, gpt2
 from raygpt.interop.tokenizer_json import to_json
 from raygpt.models import describe
@@ -15,7 +15,7 @@ from raygpt.models import describe
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
-def export(found: Weighed, folder: str) -> dict[str, int]:
+def export(found: CheckpointWeights, folder: str) -> dict[str, int]:
     """Write the folder; name and size of every file in it."""
     from safetensors.numpy import save_file
 
@@ -33,7 +33,7 @@ def export(found: Weighed, folder: str) -> dict[str, int]:
     for name, text in texts.items():
         storage.write_bytes(storage.join(folder, name), text.encode())
     named = gpt2.to_hugging_face(found.parameters, describe(found.model, found.tokenizer.vocab))
-    with storage.written_whole(storage.join(folder, WEIGHTS)) as path:
+    with storage.atomic_write(storage.join(folder, WEIGHTS)) as path:
         save_file(dict(gpt2.with_biases(named)), path, {"format": "pt"})
     return storage.sizes(folder)
 

@@ -2,7 +2,7 @@
 
     run = open_run("runs/tiny")
     run.recipe.model.width, run.metrics[-1], run.tokenizer.vocab
-    checkpoints.on_this_node(run.pick())
+    checkpoints.fetch_to_node(run.pick())
 
 Nothing here imports an engine or Ray.
 """
@@ -81,15 +81,15 @@ class OpenRun:
         return [step for step, whole in self._folders.items() if whole]
 
     @cached_property
-    def scores(self) -> dict[int, float]:
+    def val_losses(self) -> dict[int, float]:
         """Validation loss of the steps that have one, with a checkpoint or without."""
-        return {step: loss for step, loss in checkpoints.scores(self.folder).items() if loss is not None}
+        return {step: loss for step, loss in checkpoints.val_losses(self.folder).items() if loss is not None}
 
     def pick(self, step: int | None = None, best: bool = True) -> Checkpoint:
         """The checkpoint of a step; else the one of the lowest validation loss, or the newest where none has one."""
         if step is not None:
             return checkpoints.find(self.folder, step)
-        candidates = checkpoints.best_first(self.steps, self.scores) if best else []
+        candidates = checkpoints.best_first(self.steps, self.val_losses) if best else []
         for candidate in dict.fromkeys([*candidates, *reversed(self.steps)]):
             with contextlib.suppress(RaygptError):  # a damaged one is passed over
                 return checkpoints.find(self.folder, candidate)

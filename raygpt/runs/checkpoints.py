@@ -25,7 +25,7 @@ from raygpt import storage
 from raygpt.config import Run
 from raygpt.errors import DamagedError, RaygptError, first_line
 
-FOLDER, MARKER, SCORES = "checkpoints", "checkpoint.json", "scores.json"
+FOLDER, MARKER, VAL_LOSSES = "checkpoints", "checkpoint.json", "scores.json"
 PAUSES_S = (0.5, 2, 8)  # before each further try to move a file to or from an object store
 _bookkeeping = threading.Lock()  # of scores and pruning, after a save and after a validation: two threads do these
 
@@ -113,7 +113,7 @@ def find_newest(run_folder: str) -> Checkpoint | None:
     return next((checkpoint for checkpoint in there if _marker(checkpoint.folder)), None)
 
 
-def on_this_node(checkpoint: Checkpoint) -> str:
+def fetch_to_node(checkpoint: Checkpoint) -> str:
     """A folder that can be read as files: the checkpoint's own, or a copy that is fetched once per node."""
     if not storage.is_remote(checkpoint.folder):
         return checkpoint.folder
@@ -194,7 +194,7 @@ def _prune(run_folder: str, run: Run, upto: int) -> None:
     steps = [step for step, _ in there]
     kept = set(steps[-run.keep :])
     kept |= {step for step in steps if run.keep_every and step % run.keep_every == 0}
-    kept |= set(best_first(steps, scores(run_folder))[: run.keep_best])
+    kept |= set(best_first(steps, val_losses(run_folder))[: run.keep_best])
     for step, folder in there:
         if step not in kept:
             _remove(folder)
@@ -205,16 +205,16 @@ def _remove(folder: str) -> None:
     storage.delete_folder(folder)
 
 
-def scores(run_folder: str) -> dict[int, float | None]:
+def val_losses(run_folder: str) -> dict[int, float | None]:
     """Validation loss by step; None where there is nothing to validate on."""
-    read = storage.read_json(storage.join(run_folder, FOLDER, SCORES)) or {}
+    read = storage.read_json(storage.join(run_folder, FOLDER, VAL_LOSSES)) or {}
     return {int(step): loss for step, loss in read.items()}
 
 
-def is_scored(run_folder: str, step: int) -> bool:
+def is_evaluated(run_folder: str, step: int) -> bool:
     """Whether a step was validated. Where that cannot be read it was not: validating again costs time and no more."""
     try:
-        return step in scores(run_folder)
+        return step in val_losses(run_folder)
     except (OSError, RaygptError):
         return False
 
@@ -225,11 +225,11 @@ def best_first(steps: Iterable[int], losses: Mapping[int, float | None]) -> list
     return sorted(known, key=lambda step: (known[step], -step))
 
 
-def write_score(run_folder: str, step: int, loss: float | None) -> None:
+def write_val_loss(run_folder: str, step: int, loss: float | None) -> None:
     """Remember a step's validation loss."""
     with _bookkeeping:
-        known = {**scores(run_folder), step: loss}
-        storage.write_bytes(storage.join(run_folder, FOLDER, SCORES), json.dumps(known).encode())
+        known = {**val_losses(run_folder), step: loss}
+        storage.write_bytes(storage.join(run_folder, FOLDER, VAL_LOSSES), json.dumps(known).encode())
 
 
 def folders(run_folder: str) -> dict[int, bool]:

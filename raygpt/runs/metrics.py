@@ -25,7 +25,7 @@ UPLOADED_S = 10.0  # at least so long between two uploads of the metrics, and a 
 
 def read(run_folder: str) -> list[Line]:
     """Every line that was logged, in order; none where nothing was."""
-    return [line for _, line in whole_lines(content_of(storage.join(run_folder, METRICS)))]
+    return [line for _, line in complete_lines(content_of(storage.join(run_folder, METRICS)))]
 
 
 def latest(lines: Iterable[Line]) -> Line:
@@ -62,7 +62,7 @@ class MetricsFile:
         A step that is still to be validated loses what an earlier validation said of it.
         """
         content = content_of(self._uri)
-        lines = [(text, line) for text, line in whole_lines(content) if line["step"] <= step]
+        lines = [(text, line) for text, line in complete_lines(content) if line["step"] <= step]
         if not is_validated:
             lines = [(text, line) for text, line in lines if line["step"] < step or not _is_validation(line)]
         kept = [text for text, _ in lines]
@@ -117,7 +117,7 @@ def content_of(uri: str) -> bytes:
     return storage.read_bytes(uri) if storage.exists(uri) else b""
 
 
-def whole_lines(content: bytes) -> Iterator[tuple[bytes, Line]]:
+def complete_lines(content: bytes) -> Iterator[tuple[bytes, Line]]:
     """Each line as it is written, and what it says."""
     for text in content.splitlines(keepends=True):
         with contextlib.suppress(ValueError):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from raygpt import storage
-from raygpt.runs.metrics import content_of, whole_lines
+from raygpt.runs.metrics import complete_lines, content_of
 from raygpt.version import __version__
 
 SAMPLES, ABOUT, RESULT = "samples.jsonl", "about.json", "result.json"
@@ -79,7 +79,7 @@ def samples_of(step: int, texts: Sequence[str], prompts: Sequence[str] = ()) -> 
 
 def read_samples(run_folder: str) -> list[dict[str, Any]]:
     """{"step", "text"}, some with "prompt", in order of steps."""
-    return [sample for _, sample in whole_lines(content_of(storage.join(run_folder, SAMPLES)))]
+    return [sample for _, sample in complete_lines(content_of(storage.join(run_folder, SAMPLES)))]
 
 
 def _write(run_folder: str, name: str, value: dict[str, Any]) -> None:

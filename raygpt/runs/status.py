@@ -55,7 +55,7 @@ def details(run: OpenRun) -> Facts:
         "parameters": describe(run.recipe.model, run.tokenizer.vocab).count,
         "tokens": max((line["tokens"] for line in run.metrics if "tokens" in line), default=0),
         "checkpoints": [_checkpoint(run, step) for step in run.steps],
-        "best": next(iter(checkpoints.best_first(run.steps, run.scores)), None),
+        "best": next(iter(checkpoints.best_first(run.steps, run.val_losses)), None),
         "restarts": [{"step": line["step"], "time": line.get("time")} for line in restarts(run.metrics)],
         "sample": run.samples[-1] if run.samples else None,
         "about": run.about,
@@ -66,7 +66,7 @@ def details(run: OpenRun) -> Facts:
 
 def _checkpoint(run: OpenRun, step: int) -> Facts:
     folder = checkpoints.folder_of(run.folder, step)
-    return {"step": step, "val_loss": run.scores.get(step), "bytes": sum(storage.files(folder).values())}
+    return {"step": step, "val_loss": run.val_losses.get(step), "bytes": sum(storage.files(folder).values())}
 
 
 def _model(run: OpenRun) -> str:
@@ -87,5 +87,5 @@ def _state(run: OpenRun, last: Facts) -> tuple[str, str]:
     result = records.read_result(run.folder)
     if result:
         return result["state"], result["why"]
-    is_scored = run.total_steps in checkpoints.scores(run.folder)
-    return ("finished", "") if is_scored and last.get("step", 0) >= (run.total_steps or 0) else ("stopped", "")
+    is_evaluated = run.total_steps in checkpoints.val_losses(run.folder)
+    return ("finished", "") if is_evaluated and last.get("step", 0) >= (run.total_steps or 0) else ("stopped", "")

@@ -9,8 +9,8 @@ from typing import Any
 from rich.markup import escape
 
 from raygpt.errors import RaygptError
-from raygpt.inference.generate import Manner, Sample, generate
-from raygpt.inference.loaded import Loaded
+from raygpt.inference.generate import Sample, SamplingOptions, generate
+from raygpt.inference.loaded import LoadedModel
 from raygpt.inference.sampling import encode_prompt
 from raygpt.show.console import err, fail, out, printable
 
@@ -20,52 +20,52 @@ def seed(given: int | None) -> int:
     return secrets.randbelow(2**31) if given is None else given
 
 
-def write(loaded: Loaded, prompt: str | None, manner: Manner, samples: int) -> None:
+def write(loaded: LoadedModel, prompt: str | None, options: SamplingOptions, samples: int) -> None:
     """One text appears as it is written; several when all are done."""
     started = time.perf_counter()
     notes: list[str] = []
     if samples == 1:
-        texts = _written(loaded, prompt, manner, notes)
+        texts = _written(loaded, prompt, options, notes)
     else:
-        texts = generate(loaded, prompt, manner, samples, note=notes.append)
+        texts = generate(loaded, prompt, options, samples, note=notes.append)
         for number, text in enumerate(texts, start=1):
             out.print(f"[bold cyan]sample {number}[/]")
             _put(f"{prompt or ''}{text.text}\n")
     tokens = sum(len(text.ids) for text in texts)
     for note in notes:
         _note(note)
-    _note(f"{_which(loaded)}; {tokens} tokens in {time.perf_counter() - started:.1f} s; seed {manner.seed}")
+    _note(f"{_which(loaded)}; {tokens} tokens in {time.perf_counter() - started:.1f} s; seed {options.seed}")
 
 
-def _written(loaded: Loaded, prompt: str | None, manner: Manner, notes: list[str]) -> list[Sample]:
+def _written(loaded: LoadedModel, prompt: str | None, options: SamplingOptions, notes: list[str]) -> list[Sample]:
     encode_prompt(loaded.tokenizer, prompt)  # what cannot be read is refused before anything is shown
     _put(prompt or "")
-    texts = generate(loaded, prompt, manner, show=_put, note=notes.append)
+    texts = generate(loaded, prompt, options, show=_put, note=notes.append)
     _put("\n")
     return texts
 
 
-def converse(loaded: Loaded, manner: Manner, first: str | None) -> None:
+def converse(loaded: LoadedModel, options: SamplingOptions, first: str | None) -> None:
     """A prompt a line until there are no more; a line that cannot be read is said so, and the next is asked for."""
     _note(f"{_which(loaded)}; a prompt a line, an empty one ends")
     notes: list[str] = []  # that the context was full is nothing new here
     prompt = first if first is not None else _ask()
     while prompt:
         try:
-            _written(loaded, prompt, manner, notes)
+            _written(loaded, prompt, options, notes)
         except RaygptError as error:
             fail(str(error))
-        manner = replace(manner, seed=manner.seed + 1)  # the same prompt again gives another text
+        options = replace(options, seed=options.seed + 1)  # the same prompt again gives another text
         prompt = _ask()
 
 
-def as_json(loaded: Loaded, prompt: str | None, manner: Manner, samples: int) -> dict[str, Any]:
+def as_json(loaded: LoadedModel, prompt: str | None, options: SamplingOptions, samples: int) -> dict[str, Any]:
     """The texts with all that made them."""
     notes: list[str] = []
-    texts = generate(loaded, prompt, manner, samples, note=notes.append)
+    texts = generate(loaded, prompt, options, samples, note=notes.append)
     written = [{"text": text.text, "tokens": len(text.ids), "ended": text.ended_early} for text in texts]
     about = {"run": loaded.run.folder, "step": loaded.checkpoint.step, "val_loss": loaded.val_loss}
-    return {**about, "prompt": prompt, **asdict(manner), "samples": written, "notes": notes}
+    return {**about, "prompt": prompt, **asdict(options), "samples": written, "notes": notes}
 
 
 def _ask() -> str:
@@ -84,6 +84,6 @@ def _note(text: str) -> None:
     err.print(f"[dim]({escape(text)})[/]", soft_wrap=True)
 
 
-def _which(loaded: Loaded) -> str:
+def _which(loaded: LoadedModel) -> str:
     loss = "" if loaded.val_loss is None else f", validation loss {loaded.val_loss:.4f}"
     return f"checkpoint of step {loaded.checkpoint.step}{loss}"

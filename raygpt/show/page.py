@@ -229,7 +229,7 @@ def _samples_from(run: OpenRun, prompt: str | None, count: int, mark: str) -> It
 
 
 def _sample(run: OpenRun, sample: Mapping[str, Any], mark: str) -> str:
-    loss = run.scores.get(sample["step"])
+    loss = run.val_losses.get(sample["step"])
     scored = f' <span class="soft">validation loss {loss:.3f}</span>' if loss is not None else ""
     prompt = sample.get("prompt", "")
     begun = f"<b>{escape(prompt)}</b>" if prompt else ""

@@ -18,7 +18,7 @@ from raygpt.show.console import as_path, err, near, out, printable, program, tab
 if TYPE_CHECKING:
     from raygpt.doctor import Finding
     from raygpt.evaluation.tasks import Figures
-    from raygpt.inference.loaded import Loaded, Weighed
+    from raygpt.inference.loaded import CheckpointWeights, LoadedModel
     from raygpt.recipes.explain import Key
     from raygpt.runs import OpenRun
 
@@ -26,7 +26,7 @@ MARKS = {"ok": "[green]✓[/]", "optional": "[yellow]○[/]", "problem": "[red]�
 STATES = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "unreadable": "red"}
 
 
-def show_exported(found: "Weighed", folder: str, files: Mapping[str, int]) -> None:
+def show_exported(found: "CheckpointWeights", folder: str, files: Mapping[str, int]) -> None:
     """The files, and how to open them."""
     out.print(f"checkpoint of step {found.checkpoint.step} of {escape(near(found.run.folder))}", soft_wrap=True)
     table = Table.grid(padding=(0, 2))
@@ -76,7 +76,7 @@ def evaluating() -> Iterator[Callable[[str, int, int], None]]:
         yield watch
 
 
-def show_scores(loaded: "Loaded", results: Mapping[str, "Figures"]) -> None:
+def show_scores(loaded: "LoadedModel", results: Mapping[str, "Figures"]) -> None:
     """A line for each score, with its standard error."""
     out.print(f"checkpoint of step {loaded.checkpoint.step} of {escape(near(loaded.run.folder))}", soft_wrap=True)
     table = Table("task", "score", "value", "± standard error", "over", box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -110,7 +110,7 @@ def read_state(run_folder: str) -> dict[str, Any]:
     checkpoint = checkpoints.find(run_folder, None)
     facts = checkpoints.facts(checkpoint)
     model = load_recipe(storage.join(run_folder, RECIPE)).model
-    folder = checkpoints.on_this_node(checkpoint)
+    folder = checkpoints.fetch_to_node(checkpoint)
     weights = read_weights(facts["engine"], folder, model, tokenizers.load(run_folder).vocab)
     kinds = {"parameters": weights.parameters, **weights.slots}
     return {f"{kind}/{name}": array for kind, arrays in kinds.items() for name, array in arrays.items()}

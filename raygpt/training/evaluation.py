@@ -58,14 +58,14 @@ class Evaluation:
         """Of the recipe's tasks: lambada_acc, lambada_perplexity and so on."""
         model = InTraining(self._task.tokenizer, self._engine, state)
         found: dict[str, float] = {}
-        for name, items in self._task.questions.items():
+        for name, items in self._task.eval_items.items():
             result = tasks.evaluate(model, name, items, lambda done, total: go_on())
             found |= {f"{name}_{key}": result[key] for key in tasks.TASKS[name].figures}
         return found
 
     def _keep_loss(self, step: int, loss: float | None) -> None:
         """Beside the checkpoints, for the choice of those that are kept."""
-        checkpoints.write_score(self._task.run_folder, step, loss)
+        checkpoints.write_val_loss(self._task.run_folder, step, loss)
         checkpoints.prune(self._task.run_folder, self._task.recipe.run, step)
 
     def _sample(self, state: Any, step: int) -> None:

@@ -95,11 +95,11 @@ class Loop:
         source = checkpoint or self._task.start_from
         step = source.step if source else 0
         is_due = self._is_evaluated(step) or checkpoint is None  # it is new, or was killed between save and score
-        is_due = is_due and bool(self._session.decide(lambda: not checkpoints.is_scored(folder, step)))
+        is_due = is_due and bool(self._session.decide(lambda: not checkpoints.is_evaluated(folder, step)))
         self._session.resume(step, is_validated=not is_due)
         if source:
             self._session.emit(Resumed(step, source.folder, is_fork=checkpoint is None))
-        fetched = checkpoints.on_this_node(source) if source else ""
+        fetched = checkpoints.fetch_to_node(source) if source else ""
         self._session.beat(step)
         state = self._restore(source, fetched) if source else self._engine.start()
         self._session.beat(step)

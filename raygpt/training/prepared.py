@@ -33,17 +33,17 @@ class Prepared:
     feed: Feed
     after: int  # the step that it goes on after; 0 for a new one
     start_from: Checkpoint | None
-    questions: Mapping[str, Sequence[Item]]
+    eval_items: Mapping[str, Sequence[Item]]
 
     @property
     def is_finished(self) -> bool:
-        return self.after >= self.plan.steps and checkpoints.is_scored(self.plan.run_folder, self.after)
+        return self.after >= self.plan.steps and checkpoints.is_evaluated(self.plan.run_folder, self.after)
 
     def task(self, profile: tuple[int, int] | None) -> Task:
         """What its workers do."""
         folder = self.plan.run_folder
         val, struck = tuple(store.val for store in self.corpus.stores), faults.from_environment(folder)
-        return Task(self.recipe, self.feed, val, folder, self.start_from, self.questions, profile, struck)
+        return Task(self.recipe, self.feed, val, folder, self.start_from, self.eval_items, profile, struck)
 
 
 def run_folder_of(recipe: Recipe) -> str:
@@ -60,7 +60,7 @@ def prepare_run(recipe: Recipe, watch: Watch, force: bool, spare_cpus: Callable[
     tracking.require(recipe.track, folder)
     require(recipe.engine, recipe.model.implementation)
     after = resume.check(folder, recipe, force)
-    questions = _questions(recipe)
+    eval_items = _read_eval_items(recipe)
     corpus = _open_corpus(recipe, storage.join(home, STORES), watch, spare_cpus)
     try:
         context, seed = recipe.model.context, recipe.training.seed
@@ -84,7 +84,7 @@ def prepare_run(recipe: Recipe, watch: Watch, force: bool, spare_cpus: Callable[
     except BaseException:
         corpus.close()
         raise
-    return Prepared(known, recipe, corpus, plan, feed, after, start_from, questions)
+    return Prepared(known, recipe, corpus, plan, feed, after, start_from, eval_items)
 
 
 def _open_corpus(recipe: Recipe, stores: str, watch: Watch, spare_cpus: Callable[[], float]) -> Mixture:
@@ -100,7 +100,7 @@ def _open_corpus(recipe: Recipe, stores: str, watch: Watch, spare_cpus: Callable
     return open_mixture(recipe.data, stores, watch)
 
 
-def _questions(recipe: Recipe) -> dict[str, Sequence[Item]]:
+def _read_eval_items(recipe: Recipe) -> dict[str, Sequence[Item]]:
     """The items of each task that is scored on the way: read once, here, where a missing file is found at once."""
     asked = recipe.training
     return {name: read_items(name, path, asked.eval_items) for name, path in choose(asked.eval_tasks).items()}

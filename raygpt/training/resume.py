@@ -56,7 +56,7 @@ def changed_rate(run_folder: str, after: int, recipe: Recipe) -> str | None:
         return None
     known = checkpoints.facts(Checkpoint(after, checkpoints.folder_of(run_folder, after)))["recipe"]
     before, now = known["training"]["steps"], recipe.steps
-    old, new = (f"{float(recipe.schedule.share(after, steps, np)):.2f}" for steps in (before, now))
+    old, new = (f"{float(recipe.schedule.fraction(after, steps, np)):.2f}" for steps in (before, now))
     if old == new:
         return None
     return (

@@ -25,7 +25,7 @@ class Task:
     val: tuple[TokenStream, ...]
     run_folder: str
     start_from: Checkpoint | None = None  # another run's
-    questions: Mapping[str, Sequence[Item]] = field(default_factory=dict)  # tasks to score at each validation
+    eval_items: Mapping[str, Sequence[Item]] = field(default_factory=dict)  # tasks to score at each validation
     profile: tuple[int, int] | None = None  # the first and the last step to trace
     faults: Faults = field(default_factory=Faults)  # on purpose, for tests
 

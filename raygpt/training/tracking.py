@@ -25,13 +25,13 @@ from typing import Any, NamedTuple, Protocol
 from raygpt import storage
 from raygpt.config import Recipe, Track
 from raygpt.errors import RaygptError, first_line
-from raygpt.evaluation.tasks import SCORES
+from raygpt.evaluation.tasks import METRIC_NAMES
 from raygpt.recipes.explain import flat
 from raygpt.runs import metrics as logged
 from raygpt.runs.metrics import Line
 
 SENT = ("loss", "val_loss", "lr", "grad_norm", "skipped", "spikes", "tokens", "tokens_per_s", "mfu", "data_wait_s")
-NAMES = (*SENT, *SCORES, "restarts")
+NAMES = (*SENT, *METRIC_NAMES, "restarts")
 EXTRAS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}  # the extra's name and its module
 CLOSING_S = 60.0  # what is left unsent after that is not worth waiting for
 FAILED_S = 10.0  # the same where an error ends the run
@@ -146,7 +146,7 @@ def _tell(tracker: Tracker, lines: Sequence[Line]) -> None:
     numbers = []
     for line in lines:
         step = int(line["step"])
-        metrics = {name: float(line[name]) for name in (*SENT, *SCORES) if line.get(name) is not None}
+        metrics = {name: float(line[name]) for name in (*SENT, *METRIC_NAMES) if line.get(name) is not None}
         metrics |= {"restarts": 1.0} if line.get("restart") else {}
         new = {name: value for name, value in metrics.items() if step > tracker.had.get(name, -1)}
         if new:

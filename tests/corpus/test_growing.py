@@ -16,7 +16,7 @@ import pytest
 from raygpt import storage
 from raygpt.corpus import growing, tokenizers
 from raygpt.corpus.feed import Feed
-from raygpt.corpus.growing import GrowingStream, is_whole
+from raygpt.corpus.growing import GrowingStream, is_complete
 from raygpt.corpus.store import Extent, Header, Index, open_store, shard_name, write_shard
 from raygpt.errors import RaygptError
 
@@ -105,7 +105,7 @@ def test_training_begins_before_prepare_has_ended(tmp_path: Path) -> None:
     next(writing)  # and 50
     assert feed(stream, rows=4).rows(1)[:, 0].tolist() == [32, 40, 48, 56]
     assert len(stream) == 107
-    assert not is_whole(str(tmp_path))
+    assert not is_complete(str(tmp_path))
 
 
 def test_a_restarted_reader_gets_the_same_batch(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_the_end_is_where_the_index_says_that_the_store_is_whole(tmp_path: Path)
         stream.wait(TOTAL + 1)
     finish(str(tmp_path), train)
     assert stream.wait(TOTAL + 1) == TOTAL
-    assert is_whole(str(tmp_path))
+    assert is_complete(str(tmp_path))
 
 
 def test_a_tail_that_is_to_be_held_out_is_never_trained_on(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from raygpt.config import Model
 from raygpt.corpus.tokenizers import Bytes, Char
 from raygpt.errors import RaygptError
 from raygpt.evaluation import continuations, tasks
-from raygpt.evaluation.continuations import Pair, Score, encode, score
+from raygpt.evaluation.continuations import Likelihood, Pair, encode, likelihoods
 from raygpt.interop.gpt2 import from_hugging_face
 from raygpt.models import describe
 from raygpt.recipes import load_recipe
@@ -72,7 +72,7 @@ PAIRS = [
 def test_continuations_are_as_likely_as_hugging_face_finds_them(loaded, reference, monkeypatch):
     monkeypatch.setattr(continuations, "TOKENS", 2 * CONTEXT)  # several batches
     watched = []
-    found = score(loaded, PAIRS, lambda done, total: watched.append((done, total)))
+    found = likelihoods(loaded, PAIRS, lambda done, total: watched.append((done, total)))
     for pair, (log_probability, greedy) in zip(PAIRS, found, strict=True):
         expected = by_hand(reference, *pair)
         assert log_probability == pytest.approx(expected[0], abs=1e-3), pair
@@ -89,7 +89,7 @@ def test_a_continuation_of_the_likeliest_tokens_is_greedy(loaded, reference):
     pairs = [Pair(c, chr(token)) for c, token in zip(letters, likeliest, strict=True) if 33 <= token < 127]
     assert len(pairs) > 3
     others = [Pair(c, chr(ord(after) - 1)) for c, after in pairs]
-    assert [found.greedy for found in score(loaded, pairs + others)] == [True] * len(pairs) + [False] * len(pairs)
+    assert [found.greedy for found in likelihoods(loaded, pairs + others)] == [True] * len(pairs) + [False] * len(pairs)
 
 
 def test_blanks_at_the_end_of_a_context_belong_to_the_continuation():
@@ -110,7 +110,10 @@ def test_hellaswag_asks_for_each_ending_without_wikihows_marks():
 
 
 def test_hellaswag_counts_the_likeliest_ending_and_the_likeliest_by_characters():
-    first, second = [Score(-8.0, False), Score(-5.0, False)], [Score(-7.9, False), Score(-4.1, False)]
+    first, second = (
+        [Likelihood(-8.0, False), Likelihood(-5.0, False)],
+        [Likelihood(-7.9, False), Likelihood(-4.1, False)],
+    )
     assert tasks.hellaswag_choices(ITEM, first) == (1, 0)  # -8 / 8 characters against -5 / 4
     items = [ITEM, {**ITEM, "label": 0}]
     found = tasks.hellaswag_result(items, [first, second])
@@ -122,7 +125,9 @@ def test_lambada_asks_for_the_last_word():
 
 
 def test_lambada_counts_greedy_words_and_their_perplexity():
-    found = tasks.lambada_result([{}] * 3, [[Score(-1.0, True)], [Score(-2.0, False)], [Score(-6.0, False)]])
+    found = tasks.lambada_result(
+        [{}] * 3, [[Likelihood(-1.0, True)], [Likelihood(-2.0, False)], [Likelihood(-6.0, False)]]
+    )
     assert found["acc"] == pytest.approx(1 / 3)
     assert found["acc_stderr"] == pytest.approx(math.sqrt(2 / 9 / 2))
     assert found["perplexity"] == pytest.approx(math.exp(3))
@@ -130,7 +135,7 @@ def test_lambada_counts_greedy_words_and_their_perplexity():
 
 
 def test_a_word_that_is_all_but_impossible_has_a_perplexity_all_the_same():
-    found = tasks.lambada_result([{}] * 2, [[Score(-900.0, False)], [Score(-700.0, False)]])
+    found = tasks.lambada_result([{}] * 2, [[Likelihood(-900.0, False)], [Likelihood(-700.0, False)]])
     assert found["perplexity"] == pytest.approx(math.exp(700))
 
 
@@ -193,7 +198,7 @@ def test_items_are_fetched_from_the_hub_by_the_tasks_name(monkeypatch):
 def test_a_task_that_a_tokenizer_cannot_write_is_refused_in_one_line(loaded):
     small = SimpleNamespace(reader=loaded.reader, state=loaded.state, tokenizer=Char("abc"))
     with pytest.raises(RaygptError) as caught:
-        tasks.score_items(small, "lambada", [{"text": "a d"}])
+        tasks.item_likelihoods(small, "lambada", [{"text": "a d"}])
     assert str(caught.value) == (
         "lambada cannot be asked: the character ' ' (U+0020) is not among the 3 that this char tokenizer was made "
         "from; leave it out"

@@ -76,7 +76,7 @@ def test_every_item_has_the_harness_score(run, results, shared_data, name):
     file = {"hellaswag": "hellaswag_val.jsonl", "lambada": "lambada_test.jsonl"}[name]
     items = tasks.read_items(name, str(shared_data / "eval" / file), ITEMS)
     loaded = load(run)
-    ours = tasks.score_items(loaded, name, items)
+    ours = tasks.item_likelihoods(loaded, name, items)
     totals, samples = results
     theirs = samples[f"{name}-here"]
     assert len(theirs) == ITEMS

@@ -23,7 +23,7 @@ def run(tmp_path):
             folder = checkpoints.folder_of(str(tmp_path), number * 10)
             checkpoints.commit(folder, number * 10, {"engine": "jax"}, checkpoints.publish(part, folder))
             if loss is not None:
-                checkpoints.write_score(str(tmp_path), number * 10, loss)
+                checkpoints.write_val_loss(str(tmp_path), number * 10, loss)
         return str(tmp_path)
 
     return make
@@ -86,7 +86,7 @@ def test_the_losses_lie_beside_the_checkpoints_not_in_them(run, tmp_path):
     folder = run([5.0, 3.0])
     assert json.loads((tmp_path / "checkpoints" / "scores.json").read_text()) == {"10": 5.0, "20": 3.0}
     assert checkpoints.newest(folder)[0].step == 20  # a score that comes later alters no checkpoint
-    assert checkpoints.scores(folder) == {10: 5.0, 20: 3.0}
+    assert checkpoints.val_losses(folder) == {10: 5.0, 20: 3.0}
 
 
 def test_a_checkpoint_is_found_by_its_step(run, tmp_path):

@@ -28,7 +28,7 @@ def run(tmp_path):
         if step != 15:
             storage.write_bytes(str(part / "deep" / "weights.bin"), b"weights of %d" % step)
             checkpoints.commit(where, step, {"engine": "jax"}, checkpoints.publish(part, where))
-        checkpoints.write_score(str(folder), step, loss)
+        checkpoints.write_val_loss(str(folder), step, loss)
     storage.write_bytes(storage.join(checkpoints.folder_of(str(folder), 40), "weights.bin"), b"half")
     (folder / "checkpoints" / "step-00000050.orbax-checkpoint-tmp").mkdir()
     return folder
@@ -41,7 +41,7 @@ def test_a_run_says_what_is_in_it(run):
     assert opened.tokenizer.vocab == 257
     assert [line["step"] for line in opened.metrics] == [10, 10, 20]
     assert opened.steps == [10, 20, 30]
-    assert opened.scores == {10: 2.5, 15: 1.0, 20: 2.0, 30: 2.25}
+    assert opened.val_losses == {10: 2.5, 15: 1.0, 20: 2.0, 30: 2.25}
 
 
 def test_the_best_is_picked_or_the_newest_or_the_one_that_is_named(run):
@@ -111,9 +111,9 @@ def test_a_run_on_s3_is_fetched_once_and_checked(run, s3, tmp_path, monkeypatch)
     assert opened.recipe == open_run(str(run)).recipe
     assert (opened.tokenizer.vocab, len(opened.metrics)) == (257, 3)
     assert (opened.steps, opened.pick().step) == ([10, 20, 30], 20)
-    folder = checkpoints.on_this_node(opened.pick())
+    folder = checkpoints.fetch_to_node(opened.pick())
     assert storage.read_bytes(f"{folder}/deep/weights.bin") == b"weights of 20"
-    assert checkpoints.on_this_node(opened.pick()) == folder
+    assert checkpoints.fetch_to_node(opened.pick()) == folder
     storage.write_bytes(f"{there}/checkpoints/step-00000030/deep/weights.bin", b"weights of 31")
     with pytest.raises(RaygptError, match="step 30 is damaged"):
         opened.pick(30)

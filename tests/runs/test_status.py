@@ -33,7 +33,7 @@ def make_run(home, name, *, steps=20, until=20, lines=(), **settings):
     (part / "weights.bin").write_bytes(b"w" * 100)
     facts = {"engine": "jax", "recipe": {"training": {"steps": steps or 60}}}
     checkpoints.commit(saved, until, facts, checkpoints.publish(part, saved))
-    checkpoints.write_score(str(folder), until, 5.5 - until / 10)
+    checkpoints.write_val_loss(str(folder), until, 5.5 - until / 10)
     return folder
 
 

@@ -93,7 +93,7 @@ def test_compared_runs_show_only_where_their_recipes_differ(one, two):
 def test_the_page_names_the_best_checkpoint_and_its_loss(one):
     for step, loss in ((50, 5.5), (75, 4.125), (100, 4.25)):
         checkpoints.commit(checkpoints.folder_of(one, step), step, {"engine": "jax"}, {})
-        checkpoints.write_score(one, step, loss)
+        checkpoints.write_val_loss(one, step, loss)
     html = page([open_run(one)])
     assert "<b>4.1250</b><span>best checkpoint" in html
     rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in html.split("<tr><th>one</th>")[1:]]

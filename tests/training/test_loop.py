@@ -281,7 +281,7 @@ def test_validation_is_the_mean_over_all_windows_of_all_streams(make_task, micro
 
 def test_tasks_are_scored_with_each_validation(make_task):
     texts = [{"text": "ab c"}, {"text": "ab d"}]  # the word is " c" or " d": bytes 32 and 99, or 100
-    task = replace(make_task(), questions={"lambada": texts})
+    task = replace(make_task(), eval_items={"lambada": texts})
     engine = FakeEngine()
     lines = [line for line in lines_of(run(task, engine), Validated) if "lambada_acc" in line]
     assert [line["step"] for line in lines] == [0, 4, 8, 10]

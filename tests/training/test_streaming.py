@@ -9,7 +9,7 @@ import pytest
 
 from raygpt import storage
 from raygpt.corpus import pipeline, prepare
-from raygpt.corpus.growing import is_whole
+from raygpt.corpus.growing import is_complete
 from raygpt.corpus.mixture import growing_text
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
@@ -85,7 +85,7 @@ def test_training_begins_before_the_corpus_is_tokenised_and_is_what_it_would_hav
         if isinstance(event, StepLogged):
             waits.append(event.values["data_wait_s"])
             if event.step == 25:
-                was_whole.append(is_whole(store_of(home)))
+                was_whole.append(is_complete(store_of(home)))
                 gate.touch()
 
     streamed = launch.train(run, watch)
@@ -96,7 +96,7 @@ def test_training_begins_before_the_corpus_is_tokenised_and_is_what_it_would_hav
     assert marker["data"] == [run.corpus.stores[0].index.fingerprint]
 
     whole = launch.prepare_run(recipe(home, "whole", 45))  # finishes the store where training did not wait for it
-    assert is_whole(store_of(home))
+    assert is_complete(store_of(home))
     assert whole.plan.train_tokens == len(whole.corpus.stores[0].train)
     assert marker["data"] == [whole.corpus.stores[0].index.fingerprint]
     expected = losses(launch.train(whole))
@@ -134,7 +134,7 @@ def test_training_that_ends_first_ends_prepare_which_the_next_run_continues(home
     background = prepare.Background(job, folder, watch)
     first.wait()
     background.stop()
-    assert not is_whole(folder)
+    assert not is_complete(folder)
     assert len(seen) == 1
     assert storage.exists(f"{folder}/failed.txt")  # nobody waits for it any longer
     store = prepare.run(job, folder)
@@ -152,7 +152,7 @@ def test_training_that_ends_first_ends_prepare_which_the_next_run_continues(home
 def test_a_corpus_that_cannot_grow_is_prepared_first(home, changes):
     run = launch.prepare_run(recipe(home, "first", 5, **changes))
     assert run.corpus.growing is None
-    assert is_whole(store_of(home))
+    assert is_complete(store_of(home))
 
 
 @pytest.mark.parametrize("length", [{"epochs": 2}, {"steps": 5, "eval_every": "epoch"}])

@@ -343,7 +343,7 @@ def test_ray_metrics_count_the_restarts_of_a_runs_whole_life(folder, monkeypatch
     assert seen == {"step": 5, "restarts": 2, "loss": 2.5}
     gauges.send([Numbers(6, {"loss": 2.25, "mfu": 0.4}, 0.0)])
     assert seen == {"step": 6, "restarts": 2, "loss": 2.25, "mfu": 0.4}
-    gauges.send([Numbers(7, dict.fromkeys((*tracking.SENT, *tracking.SCORES), 3.0), 0.0)])  # each has a gauge
+    gauges.send([Numbers(7, dict.fromkeys((*tracking.SENT, *tracking.METRIC_NAMES), 3.0), 0.0)])  # each has a gauge
     assert (seen["skipped"], seen["spikes"], seen["hellaswag_acc_norm"]) == (3.0, 3.0, 3.0)
 
 

@@ -50,4 +50,4 @@ def make_optimizer(recipe: Recipe, description: Description) -> Optimizer:
 def learning_rate(recipe: Recipe) -> Callable[[Array], Array]:
     """The rate of the step that follows so many others."""
     peak, schedule, steps = recipe.optimizer.learning_rate, recipe.schedule, recipe.steps
-    return lambda step: peak * schedule.share(step, steps, jnp)
+    return lambda step: peak * schedule.fraction(step, steps, jnp)

@@ -67,7 +67,7 @@ class Saver:
             try:
                 if copied:
                     copied.synchronize()
-                with storage.written_whole(storage.join(folder, _file(number))) as path:
+                with storage.atomic_write(storage.join(folder, _file(number))) as path:
                     save_file({name: self._host[name] for name in shards}, path, places)
                 if index is not None:
                     storage.write_bytes(storage.join(folder, INDEX), json.dumps(index, indent=1).encode())

@@ -51,4 +51,4 @@ def update(optimizer: torch.optim.AdamW, rate: float, divisor: Tensor, left_out:
 def learning_rate(recipe: Recipe) -> Callable[[int], float]:
     """The rate of the step that follows so many others."""
     peak, schedule, steps = recipe.optimizer.learning_rate, recipe.schedule, recipe.steps
-    return lambda step: peak * float(schedule.share(step, steps, np))
+    return lambda step: peak * float(schedule.fraction(step, steps, np))

@@ -78,9 +78,9 @@ class Mailbox:
 
 def open_mailbox() -> Any:
     """On the driver's own node, which lives as long as the run does."""
-    return ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(Mailbox).remote()
+    return ray.remote(num_cpus=0, scheduling_strategy=this_node_strategy())(Mailbox).remote()
 
 
-def on_this_node() -> Any:
+def this_node_strategy() -> Any:
     """Where an actor is to be."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

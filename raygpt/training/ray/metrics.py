@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from ray.util.metrics import Gauge
 
-from raygpt.evaluation.tasks import SCORES
+from raygpt.evaluation.tasks import METRIC_NAMES
 from raygpt.training.tracking import Numbers
 
 
@@ -31,7 +31,7 @@ class RayMetrics:
         tags = {"run": run_folder.rstrip("/").rsplit("/", 1)[-1]}
         self._gauges = {
             name: Gauge(f"raygpt_{name}", description=text, tag_keys=("run",))
-            for name, text in {**self.DESCRIPTIONS, **{name: f"Last {name}." for name in SCORES}}.items()
+            for name, text in {**self.DESCRIPTIONS, **{name: f"Last {name}." for name in METRIC_NAMES}}.items()
         }
         for gauge in self._gauges.values():
             gauge.set_default_tags(tags)

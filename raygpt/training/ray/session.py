@@ -29,7 +29,7 @@ class RaySession:
         self._metrics = MetricsFile(run_folder, self.warn)
         self._listener: Listener | None = None
         self._preempted: Any = None  # the last that is known of nodes about to be lost
-        self._whole: str | None = None  # a checkpoint that Ray does not know of yet
+        self._unreported: str | None = None  # a checkpoint that Ray does not know of yet
         self._reported = 0.0
 
     def emit(self, event: Event) -> None:
@@ -84,7 +84,7 @@ class RaySession:
         next poll is due."""
         requests = ray.get(self._mailbox.take_requests.remote())
         is_time = time.monotonic() - self._reported > REPORTED_S
-        report, self._whole = (self._whole, None) if is_time else (None, self._whole)
+        report, self._unreported = (self._unreported, None) if is_time else (None, self._unreported)
         return "stop" in requests, "save" in requests, report, steps_until_next_poll(steps_per_s)
 
     def _report(self, folder: str) -> None:
@@ -115,12 +115,12 @@ class RaySession:
         return parts
 
     def saved(self, step: int, folder: str) -> None:
-        self._whole = folder
+        self._unreported = folder
         self._mailbox.saved.remote(step)
 
     def close(self) -> None:
         """Ray hears of the last checkpoint, and the metrics are all where they belong."""
-        report = self._broadcast(self._whole)
+        report = self._broadcast(self._unreported)
         if report:
             self._report(report)
         self._watchdog.stop()

@@ -17,7 +17,7 @@ from ray.train.v2.api.config import FailureConfig, RunConfig
 from raygpt import storage
 from raygpt.errors import RaygptError, first_line
 from raygpt.training.events import Event, GivenUp, Waiting
-from raygpt.training.ray.mailbox import on_this_node
+from raygpt.training.ray.mailbox import this_node_strategy
 from raygpt.training.ray.private import (
     HEALTH_CHECK_INTERVAL_S_ENV_VAR,
     DataParallelTrainer,
@@ -90,7 +90,7 @@ class Trainer(DataParallelTrainer):
             parts["scaling_policy"] = CheckpointBeforeResize(scaling, self.mailbox)
         elif is_ours:
             parts["scaling_policy"] = NoAutoscalerPolicy(scaling)
-        options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": on_this_node()}
+        options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": this_node_strategy()}
         if environment := get_env_vars_to_propagate():  # with one of its own no process that Ray has ready will do
             options["runtime_env"] = {"env_vars": environment}
         unused = (*(() if self.datasets else (DatasetsCallback,)), *(ON_OTHERS_CLUSTERS if is_ours else ()))
