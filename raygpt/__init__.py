@@ -26,7 +26,7 @@ def train(recipe: str, **overrides: Any) -> "Result":
 
 
 def run(function: "Callable[..., None]", config: dict[str, Any] | None = None, **options: Any) -> "Result":
-    """Run a JAX or PyTorch function on the same workers; `raygpt.training.ray.function.run` says what else it takes."""
+    """Run a JAX or PyTorch function on the same workers; see `raygpt.training.ray.function.run`."""
     from raygpt.training.ray import function as own
 
     return own.run(function, config, **options)

@@ -1,6 +1,6 @@
-"""The bare training step on the hardware at hand: its speed, and how that compares with what was recorded.
+"""Benchmarks the bare training step on this hardware, and compares it with recorded speeds.
 
-Random tokens, no feed, no log, no checkpoints: what the arithmetic alone allows. `speeds.json` has the figures that
+Random tokens, no feed, no log, no checkpoints: the upper bound of training speed. `speeds.json` has the figures that
 benchmarks/step.py recorded, with hardware, versions and date.
 """
 
@@ -22,8 +22,13 @@ from raygpt.models import describe
 from raygpt.recipes import load_recipe
 from raygpt.training.mfu import mfu
 
-GPT2_VOCAB, CHARACTERS = 50257, 65  # of GPT-2; of Shakespeare, which nanoGPT trains on where there is only a CPU
-ROUND, FIRST, WARM_UP, BATCHES = 10, 5, 10, 4  # steps: of a round, whose losses are kept, to warm up; batches in turn
+GPT2_VOCAB, CHARACTERS = 50257, 65  # of GPT-2; of Shakespeare, which nanoGPT trains on a CPU
+ROUND, FIRST, WARM_UP, BATCHES = (
+    10,
+    5,
+    10,
+    4,
+)  # steps of a round, steps whose losses are kept, warm-up steps; batches used in turn
 NANOGPTS_CPU_MODEL = ("model.layers=4", "model.heads=4", "model.width=128")  # of its README, for a laptop
 # What makes two figures comparable.
 SAME = ("device", "engine", "kernels", "layers", "width", "context", "vocab", "precision")
@@ -38,14 +43,14 @@ SET_HERE = {  # and what to write instead
 
 @dataclass(frozen=True)
 class Work:
-    """What a step computes: a preset or sizes of one's own, rows × context tokens."""
+    """What a step computes: a preset or given sizes, rows × context tokens."""
 
     engine: str = "jax"
     preset: str | None = "gpt2"
     batch: int = 64
     context: int = 1024
     steps: int = 50
-    kernels: str | None = None  # the JAX engine's: fused, plain, or what it chooses
+    kernels: str | None = None  # JAX only: fused, plain, or None for the engine's choice
     vocab: int = GPT2_VOCAB
     overrides: tuple[str, ...] = ()
 
@@ -56,7 +61,7 @@ class Work:
 
     @property
     def recipe(self) -> Recipe:
-        """Without dropout, and of the sizes that were asked for."""
+        """The recipe of this work, without dropout."""
         settings = [
             f"engine={self.engine}",
             *([f"model.preset={self.preset}"] if self.preset else []),
@@ -73,7 +78,7 @@ class Work:
 
 
 class Steps(NamedTuple):
-    """Something that trains: `take(n)` takes step n and gives its metrics, `wait(metrics)` is its loss."""
+    """A training step to time: `take(n)` runs step n and returns its metrics, `wait(metrics)` returns its loss."""
 
     take: Callable[[int], Any]
     wait: Callable[[Any], float]
@@ -82,7 +87,7 @@ class Steps(NamedTuple):
 
 
 def usual_work(engine: str, preset: str | None = None, overrides: Sequence[str] = ()) -> Work:
-    """GPT-2 124M where there is a GPU or TPU, a small model on a CPU: a step of GPT-2 takes a minute there."""
+    """GPT-2 124M on a GPU or TPU, a small model on a CPU, where a step of GPT-2 takes a minute."""
     if _devices(engine).is_accelerated():
         return Work(engine, preset or "gpt2", overrides=tuple(overrides))
     small = Work(engine, preset, 12, 64, overrides=tuple(overrides))
@@ -95,7 +100,7 @@ def measure(work: Work) -> dict[str, Any]:
 
 
 def timed(steps: Steps, work: Work) -> dict[str, Any]:
-    """Median of rounds of ten steps with no wait in between, after 15 to warm up."""
+    """Median over rounds of ten steps without synchronisation in between, after 15 warm-up steps."""
     began = time.perf_counter()
     losses = [steps.wait(steps.take(0))]
     compile_s = time.perf_counter() - began
@@ -125,7 +130,7 @@ def timed(steps: Steps, work: Work) -> dict[str, Any]:
 
 
 def together(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
-    """Two measurements of the same as one: all their rounds."""
+    """Merge two measurements of the same work: all their rounds."""
     rounds = [*first["rounds_ms"], *then["rounds_ms"]]
     speed = first["rows"] * first["context"] / statistics.median(rounds) * 1e3
     share = None if first["mfu"] is None else first["mfu"] * speed / first["tokens_per_s"]
@@ -148,14 +153,14 @@ def engine_steps(work: Work) -> Steps:
 
 def _engine(work: Work) -> Any:
     here, module = _devices(work.engine), engine_of(work.engine)
-    if work.engine == "jax":  # without `set_up`, which keeps what is compiled: how long that takes is a figure, too
+    if work.engine == "jax":  # without `set_up`, which caches compiled programs: compile time is measured, too
         return module.Engine(work.recipe, work.vocab, devices=here.one(), kernels=work.kernels)
     module.set_up()
     return module.Engine(work.recipe, work.vocab)
 
 
 def _devices(engine: str) -> Any:
-    """What an engine finds here, with a CPU's cores used as in training."""
+    """The engine's devices on this machine, with a CPU's cores used as in training."""
     require(engine)
     try:
         devices = devices_of(engine)
@@ -170,7 +175,7 @@ def _devices(engine: str) -> Any:
 
 
 def entry(figures: dict[str, Any]) -> dict[str, Any]:
-    """A measurement as the table has it."""
+    """A measurement as a row of the table."""
     about = figures["about"]
     return {
         "device": about["device"],
@@ -199,7 +204,7 @@ def comparable(figures: dict[str, Any], table: list[dict[str, Any]]) -> dict[str
 
 
 def verdict(figures: dict[str, Any], table: list[dict[str, Any]]) -> str:
-    """How fast this is, in a sentence."""
+    """How the speed compares with the recorded one, in a sentence."""
     row, device = comparable(figures, table), figures["about"]["device"]
     if row is None:
         known = ", ".join(sorted({f"{row['device']} ({row['engine']})" for row in table}))

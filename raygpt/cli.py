@@ -1,4 +1,4 @@
-"""The command line: verbs that parse their words, call what does the work, and print what came of it."""
+"""The command line: verbs that parse their arguments, call the function that does the work, and print the result."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 
 
 def main() -> None:
-    """Run a verb; what the user can mend ends in one line and status 1."""
+    """Run a verb; an error that the user can fix is one line and status 1."""
     try:
         app()
     except RaygptError as error:
@@ -51,13 +51,13 @@ def train(
             help="What to change in it, e.g. training.steps=500; `raygpt recipes keys` lists them all.",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Go on with a run although the recipe has changed.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Resume a run although the recipe has changed.")] = False,
     profile: Annotated[
         str | None, typer.Option(metavar="FIRST:LAST", help="Trace these steps, e.g. 20:25, for ui.perfetto.dev.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a model: prepare its corpus where needed, then run the recipe, or go on where its run stopped."""
+    """Train a model: prepare its corpus if needed, then run the recipe, or resume its run."""
     from raygpt.recipes import load_recipe
     from raygpt.show import data, training
     from raygpt.training.profiling import parse_steps
@@ -86,7 +86,7 @@ def train(
     if result.error:
         raise result.error
     if result.stopped is not None:
-        raise typer.Exit(130)  # as after any Ctrl-C: it is not finished
+        raise typer.Exit(130)  # as after any Ctrl-C: the run is not finished
 
 
 @app.command()
@@ -111,8 +111,10 @@ def prepare(
     ],
     out: Annotated[str, typer.Option(help="Folder or s3:// address of the token store.")],
     tokenizer: Annotated[str, typer.Option(help="gpt2, bytes, char, bpe:N, or where one is saved.")] = "gpt2",
-    val: Annotated[str, typer.Option(help="Share held out for validation, or a source of its own.")] = "0.05",
-    split: Annotated[str, typer.Option(help="How the share is taken: documents, tail or huggingface.")] = "documents",
+    val: Annotated[str, typer.Option(help="Fraction held out for validation, or a separate source.")] = "0.05",
+    split: Annotated[
+        str, typer.Option(help="How the fraction is held out: documents, tail or huggingface.")
+    ] = "documents",
     split_seed: Annotated[int, typer.Option(help="Decides which documents are held out.")] = 2357,
     column: Annotated[str, typer.Option(help="The field of jsonl and parquet that holds the text.")] = "text",
     limit: Annotated[
@@ -121,7 +123,7 @@ def prepare(
     nanogpt: Annotated[bool, typer.Option("--nanogpt", help="Also write nanoGPT's train.bin and val.bin.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Turn text into a token store; killed half way, the same command continues."""
+    """Turn text into a token store; if it is killed, the same command continues."""
     from raygpt.corpus.nanogpt import write_nanogpt
     from raygpt.corpus.prepare import prepare as run
     from raygpt.recipes import check_part
@@ -166,21 +168,25 @@ def _refuse_two_checkpoints(step: int | None, latest: bool) -> None:
 def generate(
     run: Run,
     prompt: Annotated[str | None, typer.Option(help="Text to continue; without it a new document begins.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write at most.")] = 256,
+    tokens: Annotated[int, typer.Option(min=1, help="The most tokens to generate.")] = 256,
     temperature: Annotated[
-        float, typer.Option(min=0, help="How freely to draw; 0 takes the likeliest token each time.")
+        float, typer.Option(min=0, help="Sampling temperature; 0 takes the likeliest token each time.")
     ] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw among so many likeliest tokens; 0: among all.")] = 50,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Draw among the likeliest tokens of this share.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Repeats a text; without it one is drawn and told.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="How many texts to write.")] = 1,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the N likeliest tokens; 0: from all.")] = 50,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens with this total probability.")
+    ] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Random seed; by default a new one, which is printed.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="How many texts to generate.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="End a text before this string; may be given again.")] = None,
     interactive: Annotated[bool, typer.Option("--interactive", "-i", help="Ask for prompts, one a line.")] = False,
     step: Step = None,
     latest: Latest = False,
     as_json: Json = False,
 ) -> None:
-    """Let a trained model write on from a prompt."""
+    """Generate text from a prompt with a trained model."""
     from raygpt.inference.generate import SamplingOptions
     from raygpt.inference.loaded import load
     from raygpt.runs import open_run
@@ -190,9 +196,9 @@ def generate(
     if interactive and samples > 1:
         raise RaygptError("--samples: --interactive writes one text after each prompt; leave --samples out")
     if interactive and as_json:
-        raise RaygptError("--json: --interactive is for people; leave it out, and write --prompt TEXT")
+        raise RaygptError("--json: --interactive prints no JSON; leave it out, and write --prompt TEXT")
     if not top_p:
-        raise RaygptError("--top-p: 0 leaves no token; write a share above 0, or --temperature 0 for the likeliest")
+        raise RaygptError("--top-p: 0 leaves no token; write a number above 0, or --temperature 0 for the likeliest")
     loaded = load(open_run(run), step, best=not latest)
     options = SamplingOptions(tokens, temperature, top_k or None, top_p, generation.seed(seed), tuple(stop or ()))
     if interactive:
@@ -256,13 +262,13 @@ def eval_(
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Score only the first N items of each task.")
+        int | None, typer.Option(min=1, metavar="N", help="Use only the first N items of each task.")
     ] = None,
     step: Step = None,
     latest: Latest = False,
     as_json: Json = False,
 ) -> None:
-    """Score a run's model: validation loss, perplexity and bits per byte; HellaSwag and LAMBADA."""
+    """Evaluate a run's model: validation loss, perplexity and bits per byte; HellaSwag and LAMBADA."""
     from raygpt.evaluation import suite
     from raygpt.inference.loaded import load
     from raygpt.runs import open_run
@@ -283,7 +289,7 @@ def eval_(
 @app.command()
 def runs(
     storage: Annotated[
-        str, typer.Argument(metavar="STORAGE", help="The folder or s3:// address that runs lie in.")
+        str, typer.Argument(metavar="STORAGE", help="The folder or s3:// address of the runs.")
     ] = "runs",
     as_json: Json = False,
 ) -> None:
@@ -398,7 +404,7 @@ def recipes_keys(as_json: Json = False) -> None:
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """Say what this machine has, and what to do about what is missing."""
+    """Check what this machine has, and say what to do about what is missing."""
     from raygpt.doctor import examine
     from raygpt.show import results
 
@@ -421,7 +427,7 @@ def bench(
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Rows of a batch (default: 64, on a CPU 12).")] = None,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of a row (default: 1024, on a CPU 64).")] = None,
-    steps: Annotated[int, typer.Option(min=10, help="Steps to measure, by tens, after 15 to warm up.")] = 50,
+    steps: Annotated[int, typer.Option(min=10, help="Steps to measure, in tens, after 15 warm-up steps.")] = 50,
     as_json: Json = False,
 ) -> None:
     """Measure the training step on this hardware, and compare with what was recorded: GPT-2 124M, smaller on a CPU."""

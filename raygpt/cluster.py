@@ -14,7 +14,7 @@ from raygpt.host import cores
 
 @contextlib.contextmanager
 def connected(cpus: int | None = None) -> Iterator[None]:
-    """Inside the block Ray is there; a cluster that was started for it, with `cpus` to share out, ends with it."""
+    """Inside the block Ray is connected; a cluster that was started here, with `cpus` CPUs, ends with the block."""
     import ray
 
     _quieten()
@@ -53,26 +53,26 @@ def _connect(address: str | None, cpus: int) -> None:
 
 
 def _present_token() -> None:
-    """A cluster that was started with a token wants to see it; a driver that is given an address does not show it."""
+    """Load the cluster's auth token: a driver that connects by address does not send it by itself."""
     from raygpt.training.ray.private import maybe_enable_token_auth_if_token_available
 
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def _our_code() -> dict[str, Any]:
-    """The runtime environment that brings this very raygpt to the nodes; a submitted job has brought its own."""
+    """The runtime environment that copies this raygpt to the nodes; a submitted job already has its own."""
     is_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
     return {} if is_job else {"py_modules": [str(Path(__file__).parent)]}
 
 
 def _quieten() -> None:
-    """Ray's own lines go to its log files: a person wants the progress, the loss and what to do next."""
+    """Send Ray's messages to its log files, so that the console shows only raygpt's."""
 
     from raygpt.training.ray import private
 
     warnings.filterwarnings("ignore", module=r"ray\.")
     logging.getLogger("ray").setLevel(logging.ERROR)
-    private.worker.print_to_stdstream = _to_log  # what the cluster says of a process that died: see recovery.py
+    private.worker.print_to_stdstream = _to_log  # messages about dead processes: recovery.py reports those
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setLevel(logging.CRITICAL + 1)

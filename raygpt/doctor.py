@@ -1,4 +1,4 @@
-"""What this machine has of what raygpt needs, and what to do about the rest."""
+"""Checks whether this machine has what raygpt needs, and says what to do if not."""
 
 import importlib.metadata
 import importlib.util
@@ -13,11 +13,11 @@ from raygpt.engines import devices_of
 from raygpt.errors import RaygptError, first_line
 
 MIN_FREE_DISK = 10 * 2**30
-MIN_SHARED_MEMORY = 2 * 2**30  # Ray's object store lies there
+MIN_SHARED_MEMORY = 2 * 2**30  # Ray's object store is there
 
 
 class Finding(NamedTuple):
-    """One line of the report; `remedy` is empty where nothing is to be done."""
+    """One line of the report; `remedy` is empty if there is nothing to do."""
 
     name: str
     state: str  # ok | optional | problem
@@ -26,7 +26,7 @@ class Finding(NamedTuple):
 
 
 def examine() -> list[Finding]:
-    """Look at everything, in the order in which it matters."""
+    """Check everything, the most important first."""
     return [
         _python(),
         _hardware(),
@@ -67,7 +67,7 @@ def _jax() -> Iterator[Finding]:
     try:
         names = here.names()
     except RuntimeError as error:  # a plugin without its driver
-        yield Finding("JAX", "problem", f"{version}: {first_line(error)}", "set JAX_PLATFORMS=cpu, or mend the driver")
+        yield Finding("JAX", "problem", f"{version}: {first_line(error)}", "set JAX_PLATFORMS=cpu, or fix the driver")
         return
     yield Finding("JAX", "ok", f"{version}, {len(names)} × {', '.join(sorted(set(names)))}")
     if not here.is_accelerated() and shutil.which("nvidia-smi"):

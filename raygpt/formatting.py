@@ -6,7 +6,7 @@ from typing import Any
 
 
 def size(count: float) -> str:
-    """Bytes for people: 1.5 GiB."""
+    """Bytes in a readable unit: 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -26,7 +26,7 @@ def ago(moment: float | None, now: float | None = None) -> str:
 
 
 def number_text(value: float | None, form: str) -> str:
-    """By a format such as '.4f', or a dash where there is none."""
+    """A number by a format such as '.4f', or a dash if there is none."""
     return "–" if value is None else format(value, form)
 
 

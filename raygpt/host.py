@@ -1,4 +1,4 @@
-"""The cores and the memory of this machine, or of the container that this process is in."""
+"""The cores and the memory of this machine or container."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ def cores() -> int:
 
 
 def host_memory() -> int:
-    """Bytes of memory that this machine has, or this container may take."""
+    """Bytes of memory that this machine has, or this container may use."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in MEMORY_LIMITS:
         with contextlib.suppress(OSError, ValueError):  # no such file; "max"
@@ -22,6 +22,6 @@ def host_memory() -> int:
 
 
 def memory_for_work() -> int:
-    """Bytes that workers on CPUs may take, all together: what they free is not given back at once, and Ray kills them
-    where 95 % of the machine's are in use."""
+    """Bytes that all CPU workers together may use: freed memory is not returned immediately, and Ray kills workers when
+    95 % of the machine's memory is in use."""
     return host_memory() * 2 // 3

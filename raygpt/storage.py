@@ -1,7 +1,6 @@
-"""Files by name, on a local path or in an object store (`s3://…`): the few operations that raygpt needs.
+"""File operations on local paths and object stores (`s3://…`): the few that raygpt needs.
 
-A file appears under its name whole or not at all: on a disk it is written aside and renamed, in an object store a
-put is atomic by itself.
+Writes are atomic: on a disk a temporary file is written and renamed; in an object store a put is atomic.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from urllib.parse import quote
 
 from raygpt.errors import DamagedError, RaygptError, StorageError, first_line
 
-REREAD_S = (0.0, 0.01, 0.03, 0.1, 0.3)  # pauses before a file that was replaced meanwhile is read again
+REREAD_S = (0.0, 0.01, 0.03, 0.1, 0.3)  # pauses before a file that was replaced during the read is read again
 
 
 def is_remote(uri: str) -> bool:
@@ -32,17 +31,17 @@ def is_remote(uri: str) -> bool:
 
 
 def join(folder: str, *names: str) -> str:
-    """`folder/name`, for paths and URIs alike."""
+    """`folder/name`, for paths and URIs."""
     return "/".join([folder.rstrip("/"), *names])
 
 
 def absolute(folder: str) -> str:
-    """A name that means the same in every process."""
+    """An absolute path or URI, valid in every process."""
     return folder if is_remote(folder) else str(Path(folder).expanduser().absolute())
 
 
 def digest(text: str) -> str:
-    """A short name for a long one."""
+    """A short hash, for names."""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -60,7 +59,7 @@ def filesystem(uri: str) -> tuple[Any, str]:
 
 
 def require_hugging_face() -> None:
-    """Refuse, with the remedy, where the extra is missing."""
+    """Raise if the extra is missing."""
     if importlib.util.find_spec("huggingface_hub") is None:
         raise RaygptError("Hugging Face datasets need the extra hf: pip install 'raygpt[hf]'")
 
@@ -73,7 +72,7 @@ def _hugging_face() -> Any:
 
 
 def exists(uri: str) -> bool:
-    """Whether a file of that name is there."""
+    """Whether a file of that name exists."""
     if not is_remote(uri):
         return Path(uri).is_file()
     from pyarrow import fs
@@ -84,7 +83,7 @@ def exists(uri: str) -> bool:
 
 
 def sizes(folder: str) -> dict[str, int]:
-    """Name and size of every file directly in a folder; empty where there is no such folder."""
+    """Name and size of every file directly in a folder; empty if there is no such folder."""
     if not is_remote(folder):
         return _local_sizes(folder)
     from pyarrow import fs
@@ -98,7 +97,7 @@ def sizes(folder: str) -> dict[str, int]:
 def _local_sizes(folder: str) -> dict[str, int]:
     found = {}
     for entry in os.scandir(folder) if Path(folder).is_dir() else ():
-        with contextlib.suppress(FileNotFoundError):  # written aside by another process, and renamed since
+        with contextlib.suppress(FileNotFoundError):  # another process's temporary file, renamed since
             if entry.is_file():
                 found[entry.name] = entry.stat().st_size
     return found
@@ -147,17 +146,17 @@ def open_read(uri: str) -> BinaryIO:
 
 
 def read_bytes(uri: str) -> bytes:
-    """The whole file, as it was at one moment.
+    """The file's content at one moment.
 
-    Arrow asks an object store for the size first and then for so many bytes. Of a file that is replaced in between it
-    returns the beginning, or the whole and null bytes up to the old size: such a read is done again.
+    Arrow asks an object store for the size first, then for that many bytes. If the file is replaced in between, the
+    result is truncated, or padded with null bytes to the old size: such a read is repeated.
     """
     if not is_remote(uri):
-        return Path(uri).read_bytes()  # a file that is replaced meanwhile is still the old one
+        return Path(uri).read_bytes()  # an open file keeps its old content when it is replaced
     system, path = filesystem(uri)
     for pause in (*REREAD_S, 0.0):
         with _reached(uri), system.open_input_file(path) as stream:
-            content, version = bytes(stream.readall()), stream.metadata()  # version: ETag and date, where there are any
+            content, version = bytes(stream.readall()), stream.metadata()  # version: ETag and date, if any
             if not version or system.open_input_file(path).metadata() == version:
                 return content
         time.sleep(pause)
@@ -165,7 +164,7 @@ def read_bytes(uri: str) -> bytes:
 
 
 def read_json(uri: str, remedy: str = "delete it and run the same command again") -> Any:
-    """What a JSON file says; None where there is none. One that is not JSON is read again before it is refused."""
+    """The content of a JSON file; None if there is no file. Invalid JSON is read again before it is refused."""
     for pause in (*REREAD_S, None):
         try:
             return json.loads(read_bytes(uri))
@@ -179,14 +178,14 @@ def read_json(uri: str, remedy: str = "delete it and run the same command again"
 
 
 def write_bytes(uri: str, content: bytes) -> None:
-    """Write a whole file, replacing one of that name."""
+    """Write a file atomically, replacing one of that name."""
     with atomic_write(uri) as path:
         path.write_bytes(content)
 
 
 @contextlib.contextmanager
 def atomic_write(uri: str) -> Iterator[Path]:
-    """A local file to write; when the block ends well it takes its name, else it is gone without a trace.
+    """Yields a temporary local file to write. It becomes `uri` when the block succeeds; otherwise it is deleted.
 
     with atomic_write("s3://bucket/x") as path:
         path.write_bytes(...)
@@ -198,17 +197,17 @@ def atomic_write(uri: str) -> Iterator[Path]:
             _upload(aside, uri)
         else:
             with aside.open("rb") as file:
-                os.fsync(file.fileno())  # or a power cut could leave the name on an empty file
+                os.fsync(file.fileno())  # otherwise a power cut could leave an empty file
             aside.replace(uri)
     except OSError as error:
         raise _explained(error, str(aside.parent) if is_remote(uri) else uri) from error
     finally:
-        with contextlib.suppress(OSError):  # it has its name, or was never made, e.g. on a read-only disk
+        with contextlib.suppress(OSError):  # renamed already, or never created, e.g. on a read-only disk
             aside.unlink()
 
 
 def _aside(uri: str) -> Path:
-    """Where a file is written before it takes its name: beside it, or in the temporary folder for a remote one."""
+    """The temporary file of a write: beside the final one, or in the temporary folder if that is remote."""
     unique = f".{uri.rsplit('/', 1)[-1]}.{uuid.uuid4().hex[:8]}.tmp"
     if is_remote(uri):
         return Path(tempfile.gettempdir()) / unique
@@ -225,7 +224,7 @@ def _upload(path: Path, uri: str) -> None:
 
 
 def download(uri: str, path: Path) -> None:
-    """Copy a remote file to a local one, which appears whole or not at all."""
+    """Copy a remote file to a local one, atomically."""
     from pyarrow import fs
 
     if not exists(uri):
@@ -236,7 +235,7 @@ def download(uri: str, path: Path) -> None:
 
 
 def delete(uri: str) -> None:
-    """Remove a file; none of that name is fine."""
+    """Remove a file, if it exists."""
     if not is_remote(uri):
         Path(uri).unlink(missing_ok=True)
     elif exists(uri):
@@ -246,7 +245,7 @@ def delete(uri: str) -> None:
 
 
 def delete_folder(uri: str) -> None:
-    """Remove a folder and all that is in it; none of that name is fine."""
+    """Remove a folder and its contents, if it exists."""
     if not is_remote(uri):
         shutil.rmtree(uri, ignore_errors=True)
         return
@@ -257,7 +256,7 @@ def delete_folder(uri: str) -> None:
 
 
 def move_there(path: Path, uri: str) -> None:
-    """Give a local file its place: renamed where that is on the same disk, uploaded where it is an object store."""
+    """Move a local file to a path on the same disk, or upload it to an object store."""
     if is_remote(uri):
         _upload(path, uri)
         path.unlink()
@@ -283,7 +282,7 @@ def fetch_to_node(uri: str, group: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where this node keeps what can be fetched or made again."""
+    """This node's cache, which may be deleted."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raygpt"
 
 
@@ -299,7 +298,7 @@ def make_folder(folder: str) -> None:
 
 @contextlib.contextmanager
 def _reached(uri: str) -> Iterator[None]:
-    """Turn what the client of an object store raises into one line; errors of the local disk have a number."""
+    """Convert exceptions of an object store's client into one-line errors; those of the local disk have an errno."""
     try:
         yield
     except OSError as error:
@@ -311,7 +310,7 @@ def _reached(uri: str) -> Iterator[None]:
 
 
 def _explained(error: OSError, uri: str) -> StorageError:
-    """The one line that says which file, what is wrong and what to do."""
+    """An error that names the file, the cause and the remedy."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(f"no space left for {uri}; free some or use another disk, then run the same command again")
     if error.errno in (errno.ENOTDIR, errno.EEXIST):

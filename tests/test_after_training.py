@@ -199,8 +199,8 @@ def test_prompts_can_be_asked_for_one_after_another(raygpt, run, monkeypatch):
     ("words", "message"),
     [
         ("-i --samples 2", "--samples: --interactive writes one text after each prompt; leave --samples out"),
-        ("-i --json", "--json: --interactive is for people; leave it out, and write --prompt TEXT"),
-        ("--top-p 0", "--top-p: 0 leaves no token; write a share above 0, or --temperature 0 for the likeliest"),
+        ("-i --json", "--json: --interactive prints no JSON; leave it out, and write --prompt TEXT"),
+        ("--top-p 0", "--top-p: 0 leaves no token; write a number above 0, or --temperature 0 for the likeliest"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(raygpt, words, message):
@@ -235,7 +235,7 @@ def test_broken_runs_and_prompts_end_in_one_line(raygpt, jax_run, tmp_path):
     (broken / "tokenizer.json").write_text('{"kind": "char", "characters": "abc"}')
     assert "its tokenizer is not the one it was trained with" in fails(raygpt("generate", "broken", "--prompt", "a"))
     (broken / "checkpoints" / "step-00000020" / "checkpoint.json").write_text("{")
-    assert "has no whole checkpoint (unfinished or damaged: 10, 20)" in fails(raygpt("generate", "broken"))
+    assert "has no complete checkpoint (unfinished or damaged: 10, 20)" in fails(raygpt("generate", "broken"))
     (broken / "recipe.yaml").write_text("model: {layers: many}")
     assert "model.layers" in fails(raygpt("export", "broken", "out"))
 

@@ -160,15 +160,15 @@ FILE_ERRORS = [
     (b"engine: \xff", "is not UTF-8 text; save it as UTF-8"),
     (
         "engine: jax\ntraining: {steps: 1",
-        "line 2, column 20: not YAML (expected ',' or '}', but got '<stream end>'); mend it there",
+        "line 2, column 20: not YAML (expected ',' or '}', but got '<stream end>'); fix it there",
     ),
     (
         "model:\n\tlayers: 4",
-        "line 2, column 1: not YAML (found character '\\t' that cannot start any token); mend it there",
+        "line 2, column 1: not YAML (found character '\\t' that cannot start any token); fix it there",
     ),
     (
         "engine: jax\nengine: torch",
-        "line 2, column 1: not YAML ('engine' is given twice); mend it there",
+        "line 2, column 1: not YAML ('engine' is given twice); fix it there",
     ),
     ("model: &m {layers: *m}", "a key contains itself; write its value out"),
     ("run: 5", "run: '5' is not a mapping of keys; write its keys below it, indented"),
@@ -287,9 +287,9 @@ BAD_VALUES = [
         "data.source=[{source: a, wait: 1}]",
         "unknown key 'data.source[0].wait'; a text of a mixture has the keys source and weight (and 1 more)",
     ),
-    ("data.val=1.5", "data.val: '1.5' is no share between 0 and 1; write e.g. data.val: 0.05"),
-    ("data.val=0", "data.val: '0' is no share between 0 and 1; write e.g. data.val: 0.05"),
-    ("data.val=", "data.val: null is no share between 0 and 1; write e.g. data.val: 0.05"),
+    ("data.val=1.5", "data.val: '1.5' is not a fraction between 0 and 1; write e.g. data.val: 0.05"),
+    ("data.val=0", "data.val: '0' is not a fraction between 0 and 1; write e.g. data.val: 0.05"),
+    ("data.val=", "data.val: null is not a fraction between 0 and 1; write e.g. data.val: 0.05"),
     (
         "data.tokenizer=bpe:257",
         f"data.tokenizer: 'bpe:257' is not bpe:N with a whole N of at least 258; {BPE}",
@@ -429,12 +429,12 @@ BAD_COMBINATIONS = [
     ),
     (
         {"data.val": "v.txt", "data.split": "tail"},
-        "data.split: tail needs a share, but data.val is the source 'v.txt'; "
+        "data.split: tail needs a fraction, but data.val is the source 'v.txt'; "
         "write e.g. data.val: 0.05, or data.split: documents",
     ),
     (
         {"data.val": "v.txt", "data.split": "huggingface"},
-        "data.split: huggingface needs a share, but data.val is the source 'v.txt'; "
+        "data.split: huggingface needs a fraction, but data.val is the source 'v.txt'; "
         "write e.g. data.val: 0.05, or data.split: documents",
     ),
     (
@@ -515,7 +515,7 @@ def test_an_override_without_a_value_says_what_is_expected(override: str) -> Non
 def test_an_override_that_is_not_yaml_is_refused() -> None:
     assert refusal("tiny", ["data.source=[a"]) == (
         "override 'data.source=[a': line 1, column 3: not YAML "
-        "(expected ',' or ']', but got '<stream end>'); mend it there"
+        "(expected ',' or ']', but got '<stream end>'); fix it there"
     )
 
 

@@ -41,17 +41,17 @@ __all__ = [
 
 
 class Recipe(Part):
-    """Everything that decides a run. Made by `load_recipe`."""
+    """Everything that determines a run. Made by `load_recipe`."""
 
-    engine: Literal["jax", "torch"] = Field("jax", description="What computes: JAX or PyTorch.")
+    engine: Literal["jax", "torch"] = Field("jax", description="The library that computes: JAX or PyTorch.")
     model: Model = Field(Model(), description="What is trained.")
     data: Data = Field(Data(), description="What it is trained on.")
-    optimizer: Optimizer = Field(Optimizer(), description="How a gradient becomes a step.")
+    optimizer: Optimizer = Field(Optimizer(), description="How weights are updated.")
     schedule: Schedule = Field(Schedule(), description="The learning rate over the steps.")
     training: Training = Field(Training(), description="How long and in what batches.")
     cluster: Annotated[Cluster, May.CHANGE] = Field(Cluster(), description="Where it runs.")
     run: Annotated[Run, May.CHANGE] = Field(Run(), description="Where its results go.")
-    track: Annotated[Track, May.CHANGE] = Field(Track(), description="Who else is told of its metrics.")
+    track: Annotated[Track, May.CHANGE] = Field(Track(), description="Experiment trackers that get its metrics.")
 
     @model_validator(mode="after")
     def _batch_is_whole_rows(self) -> Self:
@@ -67,7 +67,7 @@ class Recipe(Part):
     def _warmup_fits(self) -> Self:
         warmup, steps = self.schedule.warmup_steps, self.training.steps
         if steps is None:
-            return self  # looked at again when epochs have become steps
+            return self  # checked again when epochs have been converted to steps
         if warmup > steps:
             raise ValueError(
                 f"schedule.warmup_steps: {warmup} is more than training.steps {steps}; write {steps} or less"
@@ -129,12 +129,12 @@ class Recipe(Part):
 
     @property
     def rows(self) -> int:
-        """Of a batch, all workers together."""
+        """Rows of a batch, over all workers."""
         return self.training.batch_tokens // self.model.context
 
     @property
     def steps(self) -> int:
-        """Optimizer steps in all, which `plan.in_steps` works out where the recipe has epochs."""
+        """Total optimizer steps; `plan.in_steps` computes them if the recipe has epochs."""
         if self.training.steps is None:
             raise RaygptError(
                 f"training.epochs: {self.training.epochs} is no number of steps before its corpus is known"
@@ -146,7 +146,7 @@ class Recipe(Part):
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
-        """Every key with its value; `load_recipe` makes an equal Recipe of it."""
+        """Every key with its value; `load_recipe` reads it back as an equal Recipe."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False)  # ASCII: PyYAML reads U+0085 in a name as a newline
 
 

@@ -12,12 +12,14 @@ from raygpt.errors import RaygptError
 
 
 class Mesh(Part):
-    """How devices are arranged. One axis may be -1, what is left; that is `data` unless another is."""
+    """How devices are arranged. One axis may be -1, the remaining devices; by default that is `data`."""
 
-    data: Integer = Field(-1, description="Copies of the model that share a batch.")
-    fsdp: Integer = Field(1, description="Devices that share one copy's parameters, and the batch.")
-    tensor: Integer = Field(1, description="Devices that share each matrix; must divide model.heads.")
-    context: Integer = Field(1, description="Devices that share each row; must divide model.context. Engine jax alone.")
+    data: Integer = Field(-1, description="Copies of the model; each computes a part of the batch.")
+    fsdp: Integer = Field(1, description="Devices that one copy's parameters, and its rows, are sharded over.")
+    tensor: Integer = Field(1, description="Devices that each matrix is split over; must divide model.heads.")
+    context: Integer = Field(
+        1, description="Devices that each row is split over; must divide model.context. Engine jax only."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -52,11 +54,11 @@ class Mesh(Part):
 
     @property
     def is_data_alone(self) -> bool:
-        """Whether every device has a whole copy of the model."""
+        """Whether every device has a full copy of the model."""
         return self.fsdp == self.tensor == self.context == 1
 
     def over(self, devices: int) -> dict[str, int]:
-        """The same for so many devices: the axis that is -1 takes what the others leave."""
+        """The sizes for a number of devices: the axis that is -1 takes what the others leave."""
         fixed = prod(size for size in self.sizes().values() if size > 0)
         sizes = {axis: devices // fixed if size == -1 else size for axis, size in self.sizes().items()}
         if prod(sizes.values()) != devices:
@@ -92,7 +94,7 @@ class Cluster(Part):
         1, description="Ray Train processes; min..max is elastic. The batches are the same for any number."
     )
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = Field(
-        "auto", description="What a worker computes on; auto takes a TPU or GPU where the cluster has one."
+        "auto", description="What a worker computes on; auto takes a TPU or GPU if the cluster has one."
     )
     accelerator_type: str | None = Field(
         None, description="As Ray names it, e.g. H100 or TPU-V6E; null takes any. A TPU slice needs it."
@@ -104,11 +106,11 @@ class Cluster(Part):
     placement: Literal["auto", "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
         "auto", description="Ray's strategy for where workers go; auto spreads TPU hosts and packs the rest."
     )
-    runtime_env: dict[str, Any] = Field(  # left out of what is written to a run: it may hold secrets
+    runtime_env: dict[str, Any] = Field(  # not written to the run: it may contain secrets
         {}, exclude=True, description="Ray's runtime environment for the workers, e.g. {env_vars: {NAME: value}}."
     )
     max_faults: Integer = Field(
-        100, ge=0, description="Times that lost workers are started again; a node that is taken away does not count."
+        100, ge=0, description="How often lost workers are restarted; a lost node does not count."
     )
     mesh: Mesh = Field(Mesh(), description="How the devices of all workers are arranged.")
 

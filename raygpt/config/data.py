@@ -1,4 +1,4 @@
-"""`data`: the text, how it becomes tokens, and which of it is kept for validation."""
+"""`data`: the text, how it is tokenised, and which part is held out for validation."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -14,7 +14,7 @@ class Source(Part):
     """One text of a mixture."""
 
     source: str = Field(min_length=1, description="A name or path, as in data.source.")
-    weight: Number = Field(gt=0, description="Its share of the windows, relative to the other weights.")
+    weight: Number = Field(gt=0, description="How many of the windows come from it, relative to the other weights.")
 
 
 def _one_or_mixture(source: object) -> str:
@@ -22,7 +22,7 @@ def _one_or_mixture(source: object) -> str:
 
 
 def _share_or_source(val: object) -> object:
-    """'0.05' -> 0.05, and text that is no number is a source."""
+    """'0.05' -> 0.05; text that is not a number is a source."""
     try:
         share = float(str(val))
     except ValueError:
@@ -30,12 +30,12 @@ def _share_or_source(val: object) -> object:
             return val
         share = 0.0
     if not 0 < share < 1:
-        raise ValueError(f"data.val: {shown(val)} is no share between 0 and 1; write e.g. data.val: 0.05")
+        raise ValueError(f"data.val: {shown(val)} is not a fraction between 0 and 1; write e.g. data.val: 0.05")
     return share
 
 
 class Data(Part):
-    """The text, how it becomes tokens, and which of it is kept for validation."""
+    """The text, how it is tokenised, and which part is held out for validation."""
 
     source: Annotated[
         Annotated[str, Field(min_length=1), Tag("one")] | Annotated[tuple[Source, ...], Tag("mixture")],
@@ -46,18 +46,18 @@ class Data(Part):
         "bpe:4096", description="gpt2, bytes, char, bpe:N (trained on the text), a .json file or a folder."
     )
     order: Literal["shuffled", "sequential", "random"] = Field(
-        "shuffled", description="Of windows: each once an epoch, as the text has them, or with replacement."
+        "shuffled", description="Of windows: each once per epoch, as in the text, or with replacement."
     )
-    val: Annotated[float | str, BeforeValidator(_share_or_source), "share or source"] = Field(
-        0.05, description="The validation text: a share of the source, or a source of its own."
+    val: Annotated[float | str, BeforeValidator(_share_or_source), "fraction or source"] = Field(
+        0.05, description="The validation text: a fraction of the source, or a separate source."
     )
     split: Literal["documents", "tail", "huggingface"] = Field(
-        "documents", description="How val's share is taken: by a document's hash, off the end, or as datasets does."
+        "documents", description="How a fraction is held out: by a document's hash, from the end, or as datasets does."
     )
     split_seed: Integer = Field(2357, ge=0, lt=SEEDS, description="Decides which documents or rows val gets.")
-    column: str = Field("text", min_length=1, description="Where jsonl and parquet hold the text.")
+    column: str = Field("text", min_length=1, description="The column of jsonl and parquet with the text.")
     limit: Annotated[Integer, Field(gt=0)] | None = Field(
-        None, description="Only so many rows of each source, its first: lines of text, rows of jsonl and parquet."
+        None, description="Use only the first rows of each source: lines of text, rows of jsonl and parquet."
     )
 
     @field_validator("tokenizer")
@@ -102,7 +102,7 @@ class Data(Part):
     def _split_has_a_share(self) -> Self:
         if isinstance(self.val, str) and self.split != "documents":
             raise ValueError(
-                f"data.split: {self.split} needs a share, but data.val is the source {shown(self.val)}; "
+                f"data.split: {self.split} needs a fraction, but data.val is the source {shown(self.val)}; "
                 "write e.g. data.val: 0.05, or data.split: documents"
             )
         return self

@@ -27,7 +27,7 @@ class Model(Part):
     width: Integer = Field(128, gt=0, description="Size of the residual stream.")
     context: Integer = Field(128, gt=0, description="Tokens that the model sees at once.")
     dropout: Annotated[Number, May.DIFFER] = Field(
-        0.0, ge=0, lt=1, description="Share of activations dropped in training."
+        0.0, ge=0, lt=1, description="Fraction of activations dropped in training."
     )
     bias: bool = Field(True, description="Biases in linear layers and norms.")
     tied_head: bool = Field(True, description="The output head is the token embedding, transposed.")

@@ -1,4 +1,4 @@
-"""What the parts of a recipe are made of: their numbers, their strictness, and how a mistake is quoted."""
+"""What the parts of a recipe have in common: number types, strictness, and how errors quote a value."""
 
 import re
 from enum import Enum
@@ -6,11 +6,11 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-SEEDS = 2**32  # the range that NumPy, JAX and PyTorch all take
+SEEDS = 2**32  # the range that NumPy, JAX and PyTorch all accept
 
 
 def _not_bool(value: object) -> object:
-    """Python counts True as 1, a recipe does not: as text it is refused like any other word."""
+    """For Python True is 1; a recipe refuses it, like any other text."""
     return str(value) if isinstance(value, bool) else value
 
 
@@ -20,10 +20,10 @@ Beta = Annotated[Number, Field(ge=0, lt=1)]
 
 
 class May(Enum):
-    """What a key's type says of its value, e.g. Annotated[Integer, May.CHANGE]; a key without a word may do neither."""
+    """What a key's value may do, e.g. Annotated[Integer, May.CHANGE]; by default neither."""
 
-    CHANGE = "when a run goes on: where it runs, what is said of it, how a step is computed"
-    DIFFER = "from the run that another one starts from: its weights fit all the same"
+    CHANGE = "when a run is resumed: where it runs, what is logged, how a step is computed"
+    DIFFER = "from the run that another one starts from: its weights fit anyway"
 
 
 class Part(BaseModel):
@@ -38,7 +38,7 @@ class Part(BaseModel):
 
 
 def refuse_credentials(key: str, address: str) -> None:
-    """A recipe is written into its run, where everyone can read it."""
+    """Refuse a password in an address: a recipe is written into its run, where everyone can read it."""
     if re.match(r"[a-z0-9+.-]+://[^/]*@", address, re.IGNORECASE):
         where = address.split("@", 1)[0].split("://")[0]
         raise ValueError(
@@ -48,7 +48,7 @@ def refuse_credentials(key: str, address: str) -> None:
 
 
 def multiples_around(number: int, of: int) -> str:
-    """The multiples of `of` on both sides of `number`, zero left out: '896 or 1024'."""
+    """The multiples of `of` on both sides of `number`, without zero: '896 or 1024'."""
     below = number // of * of
     return f"{below} or {below + of}" if below else f"{of}"
 

@@ -1,4 +1,4 @@
-"""`run` and `track`: where the results go, and who else is told."""
+"""`run` and `track`: where the results go, and which trackers get the metrics."""
 
 import re
 from typing import Annotated
@@ -9,18 +9,18 @@ from raygpt.config.parts import Integer, Part, refuse_credentials, shown
 
 
 class Run(Part):
-    """Where its directory lies: storage/name."""
+    """The run directory: storage/name."""
 
     name: str | None = Field(None, description="Of the run directory; null takes the recipe's name.")
     storage: str = Field("runs", min_length=1, description="A folder or s3:// address; shared by all nodes.")
     keep: Integer = Field(3, gt=0, description="Newest checkpoints that are kept.")
-    keep_best: Integer = Field(1, ge=0, description="Checkpoints of the lowest validation loss that are kept besides.")
+    keep_best: Integer = Field(1, ge=0, description="Checkpoints with the lowest validation loss that are also kept.")
     keep_every: Annotated[Integer, Field(gt=0)] | None = Field(
-        None, description="Checkpoints of these multiples of steps are kept for ever."
+        None, description="Checkpoints at multiples of this step are always kept."
     )
-    failed_saves: Integer = Field(5, gt=0, description="Checkpoints in a row that cannot be saved before the run ends.")
+    failed_saves: Integer = Field(5, gt=0, description="Failed checkpoints in a row after which the run ends.")
     start_from: str | None = Field(
-        None, description="RUN or RUN@STEP: begin with that run's state, a name in storage or a path."
+        None, description="RUN or RUN@STEP: start from that run's state; a name in storage or a path."
     )
 
     @field_validator("storage", "start_from")
@@ -57,7 +57,7 @@ def _flag_or_address(mlflow: object) -> object:
 
 
 class Track(Part):
-    """Trackers; each is an extra of its own name."""
+    """Trackers; each needs the extra of its name."""
 
     tensorboard: bool = Field(False, description="Event files in the run's folder: tensorboard --logdir RUN.")
     wandb: Annotated[str, Field(min_length=1)] | None = Field(

@@ -1,4 +1,4 @@
-"""`optimizer`, `schedule` and `training`: how long, how fast, and what happens on the way."""
+"""`optimizer`, `schedule` and `training`: learning rate, length, batches, evaluation, checkpoints."""
 
 import math
 import re
@@ -15,10 +15,10 @@ class Optimizer(Part):
 
     learning_rate: Number = Field(1e-3, gt=0, description="The highest rate; the schedule scales it.")
     betas: tuple[Beta, Beta] = Field(
-        (0.9, 0.95), description="How much of the gradient's running mean and square each step keeps."
+        (0.9, 0.95), description="Decay rates of the gradient's running mean and mean square."
     )
     epsilon: Number = Field(1e-8, gt=0, description="Added to the divisor, so that it is never zero.")
-    weight_decay: Number = Field(0.1, ge=0, description="Share of a weight taken off per step, times the rate.")
+    weight_decay: Number = Field(0.1, ge=0, description="Fraction of a weight subtracted per step, times the rate.")
     decay: Literal["matrices", "all"] = Field(
         "matrices", description="What decays: matrices and embeddings only, or biases and norms too."
     )
@@ -28,18 +28,18 @@ class Optimizer(Part):
 
 
 class Schedule(Part):
-    """The learning rate over the steps, as a share of optimizer.learning_rate."""
+    """The learning rate over the steps, as a fraction of optimizer.learning_rate."""
 
     kind: Literal["cosine", "linear", "wsd", "constant"] = Field(
         "cosine", description="The shape after warm-up; wsd is constant, then falls at the end."
     )
     warmup_steps: Integer = Field(0, ge=0, description="Steps in which the rate rises from 0.")
-    end: Number = Field(0.1, ge=0, le=1, description="What the rate falls to after the last step, as a share.")
-    decay_share: Number = Field(0.2, gt=0, le=1, description="wsd: the share of steps in which the rate falls.")
+    end: Number = Field(0.1, ge=0, le=1, description="The rate after the last step, as a fraction of the highest.")
+    decay_share: Number = Field(0.2, gt=0, le=1, description="wsd: the fraction of steps in which the rate falls.")
 
     @model_validator(mode="after")
     def _no_idle_keys(self) -> Self:
-        # Compared with the default, not with "was it written": a resolved recipe writes every key.
+        # Compared with the default, because a resolved recipe writes every key.
         defaults = {name: field.default for name, field in Schedule.model_fields.items()}
         if self.kind != "wsd" and self.decay_share != defaults["decay_share"]:
             raise ValueError(
@@ -54,7 +54,7 @@ class Schedule(Part):
         return self
 
     def fraction(self, step: Any, steps: int, xp: Any) -> Any:
-        """Of the highest rate, in the step that follows `step` others, of a run of so many.
+        """The rate of the step after `step` steps, of `steps` in total, as a fraction of the highest rate.
 
         `xp` is numpy or jax.numpy. Warm-up rises to the full rate at step `warmup_steps`; no step has a rate of zero.
         """
@@ -83,12 +83,12 @@ TASKS = ("hellaswag", "lambada")
 
 
 def _listed(value: object) -> object:
-    """One text stands for a list of one."""
+    """A single text is a list of one."""
     return [value] if isinstance(value, str) else value
 
 
 def _task_names(names: object) -> object:
-    """Each has a name that there is."""
+    """Refuse unknown tasks."""
     names = _listed(names)
     for name in names if isinstance(names, list | tuple) else []:
         task, equals, path = str(name).partition("=")
@@ -101,7 +101,7 @@ def _task_names(names: object) -> object:
 
 
 def _some_text(prompts: object) -> object:
-    """Each has some."""
+    """Refuse empty prompts."""
     prompts = _listed(prompts)
     if isinstance(prompts, list | tuple) and "" in prompts:
         raise ValueError(
@@ -111,46 +111,48 @@ def _some_text(prompts: object) -> object:
 
 
 class Training(Part):
-    """How long, in what batches, and what happens on the way."""
+    """Length, batches, evaluation and checkpoints."""
 
     steps: Annotated[Integer, Field(gt=0)] | None = Field(
-        1000, description="Optimizer steps in all; null where epochs says how long."
+        1000, description="Total optimizer steps; null if epochs is given."
     )
     epochs: Annotated[Number, Field(gt=0)] | None = Field(
-        None, description="Passes over the corpus in all; null where steps says how long."
+        None, description="Total passes over the corpus; null if steps is given."
     )
-    batch_tokens: Integer = Field(4096, gt=0, description="Tokens a step, all workers together; whole rows.")
+    batch_tokens: Integer = Field(
+        4096, gt=0, description="Tokens per step, over all workers; a multiple of model.context."
+    )
     seed: Integer = Field(1337, ge=0, lt=SEEDS, description="Decides first weights, dropout and data order.")
     log_every: Annotated[Integer, May.CHANGE] = Field(10, gt=0, description="Steps between lines of the log.")
     eval_every: Annotated[Every, May.CHANGE] = Field(
-        100, description="Steps between validations, or epoch: once in each."
+        100, description="Steps between validations, or epoch: once per epoch."
     )
     eval_rows: Annotated[Annotated[Integer, Field(gt=0)] | None, May.CHANGE] = Field(
-        None, description="Windows to validate on, evenly spread and always the same; null takes all."
+        None, description="Windows to validate on, evenly spaced and always the same; null takes all."
     )
     eval_tasks: Annotated[tuple[str, ...], BeforeValidator(_task_names), "list of text", May.CHANGE] = Field(
-        (), description="Scored at each validation: hellaswag, lambada; or e.g. lambada=FILE.jsonl for its items."
+        (), description="Run at each validation: hellaswag, lambada; or e.g. lambada=FILE.jsonl for its items."
     )
     eval_items: Annotated[Annotated[Integer, Field(gt=0)] | None, May.CHANGE] = Field(
-        None, description="Items of each task to score, its first; null takes all."
+        None, description="Use only the first items of each task; null takes all."
     )
     prompts: Annotated[tuple[str, ...], BeforeValidator(_some_text), "list of text", May.CHANGE] = Field(
-        (), description="A sample is written on from each at each validation; without any, as a document begins."
+        (), description="Each is continued at each validation; without any, a new document is generated."
     )
     checkpoint_every: Annotated[Every, May.CHANGE] = Field(
-        100, description="Steps between checkpoints, or epoch: once in each."
+        100, description="Steps between checkpoints, or epoch: once per epoch."
     )
     on_nan: Annotated[Literal["stop", "skip"], May.CHANGE] = Field(
-        "stop", description="When a loss is not a number: end the run, or leave the step out and count it."
+        "stop", description="When a loss is not a number: end the run, or skip and count the step."
     )
     deterministic: Annotated[bool, May.CHANGE] = Field(
-        False, description="The same bits every time on the same GPUs, which costs some speed; a CPU's always are."
+        False, description="Bit-identical results on the same GPUs, at some cost in speed; CPUs always are."
     )
     on_spike: Annotated[Literal["ignore", "warn", "skip", "stop"], May.CHANGE] = Field(
-        "ignore", description="When loss or gradient norm is far above what it was: warn, leave the step out, or end."
+        "ignore", description="When loss or gradient norm is far above the usual: warn, skip the step, or end the run."
     )
     spike_sigmas: Annotated[Number, May.CHANGE] = Field(
-        6.0, gt=0, description="How far: in standard deviations over about the last 100 steps."
+        6.0, gt=0, description="How far above: in standard deviations over about the last 100 steps."
     )
     hang_after: Annotated[Annotated[Number, Field(gt=0)] | None, May.CHANGE] = Field(
         900, description="Seconds without a step, compiling included, after which a worker counts as hung."
@@ -159,10 +161,10 @@ class Training(Part):
         "auto", description="The layers as one loop (compiles fast), one after another (runs fast), or not at all."
     )
     accumulation: Annotated[Annotated[Integer, Field(gt=0)] | None, May.CHANGE] = Field(
-        None, description="Parts that a batch is computed in, one after another; null: as memory demands."
+        None, description="Micro-batches that a batch is computed in, one after another; null: as memory requires."
     )
     remat: Annotated[Literal["none", "products", "blocks"], May.CHANGE] = Field(
-        "none", description="What is computed again to save memory: nothing, all but matrix products, whole blocks."
+        "none", description="What is recomputed to save memory: nothing, all but matrix products, whole blocks."
     )
 
     @model_validator(mode="before")
@@ -196,7 +198,7 @@ class Training(Part):
 
     @property
     def in_epochs(self) -> str | None:
-        """What is given in epochs, if anything, as one would write it: it needs the whole corpus."""
+        """The key that is given in epochs, if any, as in the recipe: it needs the complete corpus."""
         every = [
             f"training.{key}: epoch" for key in ("eval_every", "checkpoint_every") if getattr(self, key) == "epoch"
         ]

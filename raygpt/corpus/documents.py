@@ -1,8 +1,7 @@
-"""Documents out of files: decompressed, decoded, cut where a document ends, a few megabytes at a time.
+"""Reads documents from files: decompresses, decodes and splits them, a few megabytes at a time.
 
-In a text file a document longer than 4 MiB comes in several pieces, so that memory stays bounded whatever its length.
-It is cut where GPT-2's word pattern cuts too, so the tokens are those of the uncut text. A row of jsonl or parquet is
-one piece.
+In a text file a document longer than 4 MiB is split into pieces, so that memory stays bounded. It is split only where
+GPT-2's word pattern splits too, so the tokens are those of the unsplit text. A row of jsonl or parquet is one piece.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 Row = TypeVar("Row", str, bytes)
 
 PIECE_BYTES = 4 * 2**20
-SEPARATOR = END_OF_TEXT.encode()  # a line of its own in text files
+SEPARATOR = END_OF_TEXT.encode()  # on a separate line in text files
 WIKITEXT_TITLE = re.compile(rb" = (?!= ).+ = \r?\n?$")  # " = Title = ", not " = = Section = = "
 
 
@@ -44,7 +43,7 @@ class Piece(NamedTuple):
 
 
 class DocumentReader:
-    """Reads files of a source in order. `position` says how many of their bytes (as they lie on disk) are read."""
+    """Reads files of a source in order. `position` is the number of bytes (as stored, maybe compressed) read so far."""
 
     def __init__(self, source: Source, files: Sequence[File], first_row: int = 0, keep_blank: bool = False):
         self.position = 0
@@ -52,7 +51,7 @@ class DocumentReader:
         self._left = source.limit or sys.maxsize  # rows, or lines of text, that may still be read
 
     def pieces(self) -> Iterator[Piece]:
-        """Every document of the files; blank ones are left out unless they are to be kept, but they count as rows."""
+        """Every document of the files; blank ones are skipped unless they are to be kept, but they count as rows."""
         if self._source.rule == "wikitext":
             yield from self._pieces_of_text(self._limited(self._all_lines()), self._files[0])
             return
@@ -66,15 +65,15 @@ class DocumentReader:
                     self._row += 1
 
     def _limited(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Rows up to the source's limit, which is one for all files together."""
+        """Rows up to the source's limit, which counts all files together."""
         while self._left and (row := next(rows, None)) is not None:
             self._left -= 1
             yield row
 
     def _pieces_of_text(self, lines: Iterator[bytes], file: File) -> Iterator[Piece]:
-        """Cut a stream of lines into documents where a separator or a title stands, and long ones into pieces."""
+        """Split a stream of lines into documents at separators or titles, and long ones into pieces."""
         wikitext = self._source.rule == "wikitext"
-        held: list[bytes] = []  # the lines of the piece at hand
+        held: list[bytes] = []  # the lines of the current piece
         size, end, first, previous = 0, 0, True, b""
         for line, following in itertools.pairwise(itertools.chain(lines, [b""])):
             separates = line.startswith(SEPARATOR) and _is_separator(line, previous, following)
@@ -98,14 +97,14 @@ class DocumentReader:
         self._row += bool(content) and last
 
     def _all_lines(self) -> Iterator[bytes]:
-        """Lines of text files, or rows that are lines, through all files: an article may go on in the next."""
+        """Lines of text files, or rows that are lines, across all files: an article may continue in the next."""
         for file in self._files:
             if file.format != "text":
                 yield from (text.rstrip("\n").encode() + b"\n" for text in self._rows(file))
                 continue
             offset = 0
             for line in self.lines(file):
-                yield _decode(line, file, offset).encode()  # here it is known which file a bad byte is in
+                yield _decode(line, file, offset).encode()  # here, because only here a bad byte's file is known
                 offset += len(line)
 
     def lines(self, file: File) -> Iterator[bytes]:
@@ -145,7 +144,7 @@ class DocumentReader:
 
 @contextlib.contextmanager
 def open_parquet(file: File) -> Iterator["pyarrow.parquet.ParquetFile"]:
-    """A parquet file. One that is compressed as a whole is decompressed aside first: its footer is read before all."""
+    """A parquet file. A compressed file is first decompressed to a temporary one: parquet is read from its footer."""
     import pyarrow.parquet
 
     with _reading(file), storage.open_read(file.uri) as raw, tempfile.TemporaryFile() as aside:
@@ -161,13 +160,13 @@ def row_count(file: File) -> int:
 
 
 def _is_separator(line: bytes, previous: bytes, following: bytes) -> bool:
-    """Whether end-of-text is the whole line, and not a part of a longer one."""
+    """Whether end-of-text is the whole line."""
     begins, ends = previous.endswith(b"\n") or not previous, line.endswith(b"\n") or not following
     return line.rstrip() == SEPARATOR and begins and ends
 
 
 def _is_title(line: bytes, previous: bytes, following: bytes) -> bool:
-    """Titles stand between blank lines; the rest of a formula (" = 1 rad / s and k = ") may look like one."""
+    """A title is between blank lines; the rest of a formula (" = 1 rad / s and k = ") may look like one."""
     return not previous.strip() and not following.strip() and WIKITEXT_TITLE.match(line) is not None
 
 
@@ -182,9 +181,9 @@ def _bounded_lines(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _is_safe_cut(held: list[bytes], line: bytes) -> bool:
-    """Whether no word of GPT-2's pattern reaches from the held lines into this one.
+    """Whether no word of GPT-2's pattern spans the held lines and this one.
 
-    So it is where a run of white space begins, and after a single newline between characters that are no space.
+    True where white space begins, and after a single newline between characters that are not white space.
     """
     if not held[-1].endswith(b"\n"):
         return line[:1] == b" " and not _last_character(held[-1]).isspace()
@@ -241,7 +240,7 @@ def _decompressed(raw: BinaryIO, file: File) -> Any:
 
 @contextlib.contextmanager
 def _reading(file: File) -> Iterator[None]:
-    """Turn whatever a reader raises into one line that names the file."""
+    """Convert any exception of a reader into an error that names the file."""
     try:
         yield
     except RaygptError:

@@ -1,6 +1,6 @@
-"""Rows of batch N, on their way to an engine by memory map, or as a Ray Dataset for user functions.
+"""Reads the rows of batch N by memory map; for user functions also as a Ray Dataset.
 
-Both read the same windows by index, so both give the same rows in the same batches, to any number of workers, and to
+Both read the same windows by index, so both give the same rows in the same batches for any number of workers, also to
 several workers that need the same row.
 """
 
@@ -54,8 +54,8 @@ class Feed:
         return windows
 
     def _order(self, last: int) -> Order:
-        """The order over the streams' tokens. Of one that still grows, `sequential` needs those up to position `last`;
-        every other order depends on how many there will be."""
+        """The order over the streams' tokens. For a growing stream `sequential` needs only those up to position `last`;
+        every other order depends on the final number."""
         grows = self.kind == "sequential" and len(self.streams) == 1
         needed = (last + 1) * self.context + 1 if grows else sys.maxsize
         tokens = tuple(stream.wait(needed) for stream in self.streams)
@@ -69,22 +69,22 @@ class Feed:
 
 
 def rows_of_worker(batch_rows: int, rank: int, workers: int) -> range:
-    """The rows of a batch that a worker computes where each has a share of its own: neighbours, as even as can be."""
+    """The rows of a batch for one worker if each has different rows: contiguous, and divided as evenly as possible."""
     return range(batch_rows * rank // workers, batch_rows * (rank + 1) // workers)
 
 
 def windows_dataset(feed: Feed, batches: range, rows: Sequence[int] | None = None) -> "ray.data.Dataset":
     """These rows of these batches as a Ray Dataset, in order: columns `x` and `y`, int32 [context], y shifted by one.
 
-    Nothing is read before it is iterated, and only row numbers exist on the driver, as a range. Batches of
-    `len(rows)` rows from its iterator are batch after batch.
+    Lazy: the driver only has a range of row numbers. Iterating with a batch size of `len(rows)` gives batch after
+    batch.
     """
     import ray.data
 
     chosen = np.arange(feed.batch_rows) if rows is None else np.asarray(rows, dtype=np.int64)
     total = len(batches) * len(chosen)
     context = ray.data.DataContext.get_current().copy()
-    context.execution_options.preserve_order = True  # or rows come as tasks finish
+    context.execution_options.preserve_order = True  # otherwise rows come as tasks finish
     with ray.data.DataContext.current(context):
         numbers = ray.data.range(total, override_num_blocks=max(1, min(total, -(-total // ROWS_PER_TASK))))
         read = partial(_read_rows, feed=feed, batches=batches, rows=chosen)
@@ -102,7 +102,7 @@ def _read_rows(
 def val_windows(
     streams: Sequence[TokenStream], context: int, rows: int, limit: int | None = None
 ) -> Iterator[NDArray[np.int32]]:
-    """All validation windows, `context` apart, some rows at a time; or as many as `limit`, evenly spread over them.
+    """All validation windows, `context` apart, some rows at a time; or `limit` of them, evenly spaced.
 
     Always the same, in the same order.
     """

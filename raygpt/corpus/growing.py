@@ -1,4 +1,4 @@
-"""A token store that is read while prepare is still writing it: its train stream grows shard by shard."""
+"""Reads a token store while prepare is still writing it: the train stream grows shard by shard."""
 
 import sys
 import time
@@ -27,14 +27,14 @@ POLL_S = 0.2
 
 
 class GrowingStream(TokenStream):
-    """A stream so far. What is not there yet is waited for, up to `patience_s` without progress.
+    """A stream that grows. Reading waits for missing tokens, up to `patience_s` without progress.
 
-    `val` is a stream of its own where the validation text is: its units come after those of `train`.
+    `val`: whether the validation text is a separate source; its units then come after those of `train`.
     """
 
     def __init__(self, folder: str, patience_s: float = 300, stream: str = "train"):
         self.folder, self._patience, self._stream = folder, patience_s, stream
-        self._until(lambda: storage.exists(storage.join(folder, tokenizers.FILE_NAME)))  # the plan is there before it
+        self._until(lambda: storage.exists(storage.join(folder, tokenizers.FILE_NAME)))  # written after the plan
         plan: dict[str, Any] = storage.read_json(storage.join(folder, PLAN))
         if plan["split"] == "tail":
             raise RaygptError(
@@ -56,12 +56,12 @@ class GrowingStream(TokenStream):
         )
         super().__init__(folder, [], index)
         first, units = (0, plan["units"]) if stream == "train" else (plan["units"], plan["val_units"])
-        self._next = (first, 0)  # unit and part of the shard that is looked for
+        self._next = (first, 0)  # unit and part of the next shard
         self._end = first + units
         self._is_complete = False
 
     def wait(self, tokens: int) -> int:
-        """Tokens there are, once they reach `tokens` or the stream is whole."""
+        """Wait until there are at least `tokens`, or the stream is complete. Returns how many there are."""
         while len(self) < tokens and not self._is_complete:
             self._until(self._take_next)
         return len(self)
@@ -78,7 +78,7 @@ class GrowingStream(TokenStream):
             time.sleep(POLL_S)
 
     def _take_next(self) -> bool:
-        """Take in the next shard, or after the last one the index; False where it is not there yet."""
+        """Add the next shard, or read the index after the last one; False if it does not exist yet."""
         unit, part = self._next
         if unit == self._end and self._stream == "val":
             self._is_complete = True
@@ -97,17 +97,17 @@ class GrowingStream(TokenStream):
         return True
 
     def _end_with(self, index: Index) -> None:
-        """The whole store must be what was read: where prepare drew no document, or each, it held out the tail."""
+        """Check that the finished store is what was read: if prepare drew no document, or all, it held out the tail."""
         if index.tokens("train") != len(self):
             raise RaygptError(
                 f"{self.folder}: its documents were too few to draw from, so the end of its tokens is held out for "
-                "validation; train again, the store is whole now"
+                "validation; train again, the store is complete now"
             )
         self._is_complete = True
 
 
 class GrowingStore(TokenStore):
-    """A store whose validation tokens are there, and whose train tokens come as they are asked for."""
+    """A store whose validation tokens are complete, and whose train tokens are still being written."""
 
     def __init__(self, folder: str, patience_s: float = 300):
         self.train = GrowingStream(folder, patience_s)
@@ -117,5 +117,5 @@ class GrowingStore(TokenStore):
 
 
 def is_complete(folder: str) -> bool:
-    """Whether the store is complete, so that it is opened as it is."""
+    """Whether the store is complete, and can be opened directly."""
     return storage.exists(storage.join(folder, INDEX))

@@ -1,4 +1,4 @@
-"""A look into a source of text or a token store, for `raygpt data show`."""
+"""What `raygpt data show` shows of a text source or a token store."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ ROW_CHARACTERS = 240
 
 
 def look(what: str, rows: int, column: str, tokenizer: str) -> dict[str, Any]:
-    """What there is to know about a source or a store, with its first rows, as JSON."""
+    """The facts about a source or a store, with its first rows, as JSON values."""
     if is_prepared(what):
         return _store(open_prepared(what, tokenizer), rows)
     return _source(resolve(what, column), rows)
@@ -28,7 +28,7 @@ def _source(source: Source, rows: int) -> dict[str, Any]:
         "files": len(source.files),
         "bytes": source.size,
         "first_file": source.files[0].uri,
-        "schema": _schema(source.files[0]),  # read after the rows, where what is wrong with a file is explained
+        "schema": _schema(source.files[0]),  # after the rows, whose reader explains a bad file
         "rows": shown,
     }
 

@@ -1,4 +1,4 @@
-"""The corpus of a recipe: a token store for each source, prepared where there is none yet, all with one tokenizer."""
+"""The corpus of a recipe: a token store for each source, prepared if necessary, all with one tokenizer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Mixture:
 
     stores: tuple[TokenStore, ...]
     weights: tuple[float, ...]
-    growing: Background | None = None  # what still writes the store, where it is trained on as it grows
+    growing: Background | None = None  # the job that still writes the store, if training started before it was complete
 
     @property
     def tokenizer(self) -> tokenizers.Tokenizer:
@@ -29,7 +29,7 @@ class Mixture:
 
     @property
     def train_tokens(self) -> int | None:
-        """None where they are still being made."""
+        """None while the store is still being written."""
         return None if self.growing else sum(len(store.train) for store in self.stores)
 
     @property
@@ -37,24 +37,24 @@ class Mixture:
         return sum(len(store.val) for store in self.stores)
 
     def windows(self, context: int) -> int:
-        """Windows of all stores: an epoch."""
+        """Number of windows of all stores: an epoch."""
         return sum(window_count(len(store.train), context) for store in self.stores)
 
     def feed(self, *, context: int, batch_rows: int, order: str, seed: int) -> Feed:
-        """What reads the rows of batch N."""
+        """The reader of the rows of batch N."""
         streams = [store.train for store in self.stores]
         return Feed(streams, context=context, batch_rows=batch_rows, order=order, seed=seed, weights=self.weights)
 
     def close(self) -> None:
-        """End what still writes a store: nobody reads it any more."""
+        """Stop the job that still writes a store, if any."""
         if self.growing:
             self.growing.stop()
 
 
 def growing_text(data: Data, stores: str) -> tuple[Job, str] | None:
-    """The job and folder of a corpus that can be trained on while it is tokenised; None where it must be whole first.
+    """The job and folder of a corpus that can be trained on while it is tokenised; None if it must be complete first.
 
-    Its order must not depend on how long it will be, and its validation text must not be spread over all of it.
+    Its order must not depend on its length, and its validation text must not be spread over all of it.
     """
     (first, *others), val = data.sources, data.val
     if data.order != "sequential" or others or not isinstance(val, str) or is_prepared(first.source):
@@ -65,7 +65,7 @@ def growing_text(data: Data, stores: str) -> tuple[Job, str] | None:
 
 
 def open_growing(job: Job, folder: str, watch: Watch = lambda progress: None, cpus: float | None = None) -> Mixture:
-    """Begin to tokenise a text, on so many CPUs; it is open as soon as its validation tokens are there."""
+    """Start to tokenise a text on `cpus` CPUs. Returns as soon as its validation tokens are complete."""
     background = Background(job, folder, watch, cpus)
     try:
         return Mixture((GrowingStore(folder),), (1.0,), background)
@@ -95,7 +95,7 @@ def _folder(job: Job, stores: str) -> str:
 
 
 def open_prepared(folder: str, tokenizer: str = "gpt2") -> TokenStore:
-    """A store as raygpt or nanoGPT wrote it; `tokenizer` says what nanoGPT's files were made with."""
+    """A store that raygpt or nanoGPT wrote; `tokenizer` is the one of nanoGPT's files."""
     folder = storage.absolute(folder)  # Ray's workers run in other folders
     if not storage.exists(storage.join(folder, INDEX)) and nanogpt.is_nanogpt(folder):
         return nanogpt.open_nanogpt(folder, tokenizer)
@@ -103,13 +103,13 @@ def open_prepared(folder: str, tokenizer: str = "gpt2") -> TokenStore:
 
 
 def is_prepared(source: str) -> bool:
-    """Whether a source is a folder of tokens, whole or not, rather than text."""
+    """Whether a source is a folder of tokens, complete or not, rather than text."""
     names = storage.sizes(storage.absolute(source))
     return INDEX in names or PLAN in names or nanogpt.FILES["train"] in names
 
 
 def _jobs(data: Data, texts: list[Source]) -> Iterator[Job]:
-    """One for each text. Validation text of its own is prepared once, with the first."""
+    """A job for each text. Separate validation text is prepared once, with the first."""
     val = resolve(data.val, data.column) if isinstance(data.val, str) else data.val
     if isinstance(val, Source) and not texts:
         raise RaygptError(

@@ -1,4 +1,4 @@
-"""nanoGPT's `train.bin` and `val.bin`: bare uint16 ids without a header, read as they lie, and written."""
+"""Reads and writes nanoGPT's `train.bin` and `val.bin`: uint16 ids without a header."""
 
 import hashlib
 
@@ -53,7 +53,7 @@ def _extent(folder: str, name: str, names: dict[str, int]) -> Extent:
 
 
 def _fingerprint(folder: str, names: dict[str, int]) -> str:
-    """Of both files' sizes, and their first and last megabyte: 18 GB are not read for a name."""
+    """Computed from both files' sizes and their first and last megabyte, so that 18 GB need not be read."""
     digest = hashlib.blake2b(digest_size=8)
     for name in FILES.values():
         with storage.open_read(storage.join(folder, name)) as stream:

@@ -1,9 +1,9 @@
-"""Which window of the corpus is row r of batch N: a pure function of (recipe, seed, N), with nothing to remember.
+"""Which window of the corpus is row r of batch N: a pure function of (recipe, seed, N), without state.
 
 A token stream is cut into W windows; window i starts at token i·context and has context+1 tokens, so that it holds
 `context` inputs and the same number of targets. Row r of batch N is position p = N·rows + r of an endless sequence.
 `shuffled` visits every window once per epoch: epoch p // W, window permute(p mod W). No list of indices exists: the
-permutation is computed for the rows that are asked for, so a 9-billion-token store costs what a small one costs.
+permutation is computed for the requested rows only, so a 9-billion-token store costs as much as a small one.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def mix(values: Words) -> Words:
 def keyed(seed: int, *parts: Integers | int) -> Words:
     """A 64-bit number for (seed, parts), the same on every machine; parts are arrays that broadcast."""
     golden = np.uint64(0x9E3779B97F4A7C15)
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is what is meant
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is intended
         state = mix(np.atleast_1d(np.asarray(seed % 2**64, dtype=np.uint64)) + golden)
         for part in parts:
             state = mix((state ^ np.asarray(part).astype(np.uint64)) + golden)
@@ -81,7 +81,7 @@ class Order:
     seed: int
     context: int
     tokens: tuple[int, ...]  # length of each stream
-    weights: tuple[float, ...] = (1.0,)  # share of rows drawn from each stream
+    weights: tuple[float, ...] = (1.0,)  # fraction of rows drawn from each stream
 
     def starts(self, positions: Sequence[int] | Integers) -> tuple[Integers, Integers]:
         """(stream, first token) of the window at each position of the sequence."""

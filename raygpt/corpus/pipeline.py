@@ -2,9 +2,9 @@
 
     units ──read──▶ parts of about 16 MB of text ──tokenise──▶ shards in the store
 
-A unit is a few whole files of the source. One task reads it and hands on parts as it goes; other tasks tokenise parts
-and write each as a shard, named by unit and part. What a shard holds depends on the source alone, never on timing or
-on the number of cores: the same text always gives the same shards, and one that exists need not be made again.
+A unit is a few complete files of the source. One task reads it and passes on parts as it reads; other tasks tokenise
+parts and write each as a shard, named by unit and part. A shard's content depends on the source alone, never on timing
+or on the number of cores: the same text always gives the same shards, and an existing shard is not made again.
 """
 
 import functools
@@ -36,10 +36,10 @@ def part_bytes(source: Source) -> int:
 
 @dataclass(frozen=True)
 class Unit:
-    """Whole files of a source that one task reads."""
+    """Files of a source that one task reads."""
 
-    stream: str  # train, or val for files that are validation text as a whole
-    number: int  # no two units of a store have the same
+    stream: str  # train, or val for a separate validation source
+    number: int  # unique within a store
     source: Source
     files: tuple[File, ...]
     first_row: int
@@ -54,7 +54,7 @@ class Holdout:
     rows: frozenset[int] = frozenset()  # or these
 
     def holds_out(self, piece: Piece) -> bool:
-        """Decided by the text, so that copies of a document land on the same side."""
+        """Decided by the text, so that copies of a document are all on the same side."""
         if not self.share:
             return piece.row in self.rows
         digest = hashlib.blake2b(piece.text.encode(), digest_size=8, key=str(self.seed).encode()).digest()
@@ -63,7 +63,7 @@ class Holdout:
 
 @dataclass(frozen=True)
 class Part:
-    """What has become of one part: the counts that come out of the pipeline."""
+    """The counts of one part, which the pipeline returns."""
 
     stream: str
     unit: int
@@ -80,8 +80,8 @@ def run(
 ) -> Iterator[Part]:
     """Make the shards of these units with the tokenizer in the folder, which has this fingerprint.
 
-    Only counts come out, so the driver holds nothing of the corpus. `cpus` are what it may take at once of the
-    cluster's: else tasks that always follow one another would keep others, workers for instance, from starting.
+    Only counts are returned, so the driver holds no part of the corpus. `cpus` limits the CPUs of the cluster that it
+    uses at once: otherwise its tasks would keep others, e.g. training workers, from starting.
     """
     import ray
     import ray.data
@@ -108,9 +108,9 @@ def run(
 
 
 def _place(nodes: Sequence[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
-    """CPUs for the tasks, and the arguments that bring them there.
+    """The number of CPUs for the tasks, and Ray's scheduling arguments.
 
-    Where some nodes have accelerators and others have none, those without: the CPUs of the others are for training.
+    If only some nodes have accelerators, the tasks run on those without: the CPUs of the others are for training.
     """
     with_cpus = [node for node in nodes if node["Alive"] and node["Resources"].get("CPU")]
     plain = [node for node in with_cpus if not any(node["Resources"].get(kind) for kind in ("GPU", "TPU"))]
@@ -119,7 +119,7 @@ def _place(nodes: Sequence[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
     if len(chosen) == len(with_cpus):
         return cpus, {}
     ids = ",".join(node["NodeID"] for node in chosen)
-    # the fallback: should those nodes go, others do the work
+    # the fallback: if those nodes are lost, others do the work
     return cpus, {
         "label_selector": {"ray.io/node-id": f"in({ids})"},
         "fallback_strategy": [{"label_selector": {}}],
@@ -127,7 +127,7 @@ def _place(nodes: Sequence[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
 
 
 def _readable(error: BaseException) -> BaseException:
-    """The RaygptError that a task raised, out of what Ray wraps around it."""
+    """The RaygptError that a task raised, unwrapped from Ray's."""
     cause: BaseException | None = error
     while cause is not None:
         inner = getattr(cause, "cause", None)
@@ -138,7 +138,7 @@ def _readable(error: BaseException) -> BaseException:
 
 
 def _read(row: dict[str, Any], units: Sequence[Unit], holdout: Holdout, folder: str) -> Iterator[dict[str, Any]]:
-    """Parts of a unit, as rows for `_tokenise`. Of a part that is a shard already only the name is handed on."""
+    """Parts of a unit, as rows for `_tokenise`. If a part's shard exists already, only its name is passed on."""
     unit = units[row["unit"]]
     existing = storage.sizes(folder)
     reader = DocumentReader(unit.source, unit.files, unit.first_row, keep_blank=bool(holdout.rows))
@@ -180,7 +180,7 @@ def _marked(pieces: Iterator[Piece], unit: Unit, holdout: Holdout) -> Iterator[M
 
 
 def _parts(pieces: Iterator[Marked], target: int) -> Iterator[tuple[list[Marked], bool]]:
-    """Pieces in parts of the target's size, each with whether it is the last; a unit without text is one empty part."""
+    """Group pieces into parts of about `target` bytes, each with whether it is the last; at least one, maybe empty."""
     part: list[Marked] = []
     size = 0
     for piece in pieces:
@@ -210,7 +210,7 @@ def _tokenise(row: dict[str, Any], folder: str, tokenizer: str) -> dict[str, Any
 
 
 def _write(row: dict[str, Any], folder: str, fingerprint: str) -> None:
-    """Held-out documents first, in a shard of their own: the unit's shard, written last, says that both are there."""
+    """Write held-out documents first, as a separate shard: the train shard, written last, implies that both exist."""
     tokenizer = _tokenizer(folder, fingerprint)
     ids = _encode(row, tokenizer)
     for stream in ("val", "train"):
@@ -234,7 +234,7 @@ def _tokenizer(folder: str, fingerprint: str) -> tokenizers.Tokenizer:
 
 def _encode(row: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> list[Ids]:
     """Ids of each piece, with end-of-text where its document ends."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tasks fill the cores already
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tasks already use all cores
     bounds = np.concatenate([[0], np.cumsum(np.frombuffer(row["lengths"], dtype=np.int64))]).tolist()
     texts = [row["text"][start:stop].decode() for start, stop in itertools.pairwise(bounds)]
     end = np.array([tokenizer.end_of_text], dtype=np.uint32)

@@ -1,7 +1,7 @@
-"""Text to a token store: what `raygpt prepare` does, and what `raygpt train` does first.
+"""Prepares a token store from text: `raygpt prepare`, and the first thing that `raygpt train` does.
 
-The store of a source is a pure function of the source's text, the tokenizer and the settings below. A folder that has
-some of its shards is finished, one that is whole is opened, one that belongs to something else is refused.
+The store of a source is a pure function of the source's text, the tokenizer and the settings below. A folder with some
+of its shards is completed, a complete one is opened, and one that belongs to something else is refused.
 """
 
 import hashlib
@@ -47,12 +47,12 @@ STOP_S = 30.0  # a part takes a second or two; a thread that takes longer ends w
 
 
 class Progress(NamedTuple):
-    """How far prepare is."""
+    """The progress of prepare."""
 
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
-    source_bytes: int = 0  # read, of `source_total`, as the files lie on disk
+    source_bytes: int = 0  # read so far, of `source_total`, as stored
     source_total: int = 0
     seconds: float = 0.0
 
@@ -62,18 +62,18 @@ Watch = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class Job:
-    """One source to prepare: everything that decides what the store will hold."""
+    """One source to prepare: everything that determines the content of the store."""
 
     source: Source
     tokenizer: str  # as the recipe names it
     val: float | Source
     split: str = "documents"
     split_seed: int = 2357
-    mixture: tuple[Source, ...] = ()  # all texts that must have one tokenizer, where it is not this one alone
+    mixture: tuple[Source, ...] = ()  # all texts that share one tokenizer, if there are several
 
     @property
     def texts(self) -> tuple[Source, ...]:
-        """What char and bpe:N are made from."""
+        """The texts that char and bpe:N are made from."""
         return self.mixture or (self.source, *([self.val] if isinstance(self.val, Source) else []))
 
     @cached_property
@@ -109,7 +109,7 @@ def prepare(
 
 
 def run(job: Job, folder: str, watch: Watch = lambda progress: None, cpus: float | None = None) -> TokenStore:
-    """Make the store of a job in a folder, or finish or open the one that is there; with all CPUs, or so many."""
+    """Create, complete or open the store of a job in a folder; with all CPUs, or at most `cpus`."""
     folder = storage.absolute(folder)  # Ray's workers run in other folders
     if _is_complete(folder, job.fingerprint):
         return open_store(folder)
@@ -133,7 +133,7 @@ def run(job: Job, folder: str, watch: Watch = lambda progress: None, cpus: float
 
 
 class Background:
-    """A job that runs in a thread of this process, for those who read its store before it is whole."""
+    """A job in a thread of this process, while its store is read by `growing.py`."""
 
     def __init__(self, job: Job, folder: str, watch: Watch = lambda progress: None, cpus: float | None = None):
         self._job, self._folder, self._watch, self._cpus = job, storage.absolute(folder), watch, cpus
@@ -143,7 +143,7 @@ class Background:
         self._thread.start()
 
     def stop(self) -> None:
-        """End it with the part that it is at, if it has not ended; to run the job again continues it."""
+        """Stop after the current part, if it is still running; running the job again continues it."""
         self._stopped.set()
         self._thread.join(STOP_S)
 
@@ -154,7 +154,7 @@ class Background:
     def _work(self) -> None:
         try:
             run(self._job, self._folder, self._report, self._cpus)
-        except BaseException as error:  # whatever it is, readers would wait for what never comes
+        except BaseException as error:  # any error: otherwise readers would wait for ever
             storage.write_bytes(self._failed, first_line(error).encode())
 
     def _report(self, progress: Progress) -> None:
@@ -175,7 +175,7 @@ def _advance(progress: Progress, part: Part, seconds: float) -> Progress:
 
 
 def _is_complete(folder: str, fingerprint: str) -> bool:
-    """Whether the job's store is there already. A store of something else is refused."""
+    """Whether the job's store exists already. A store of another job is refused."""
     index = storage.read_json(storage.join(folder, INDEX))
     if index and index.get("fingerprint") != fingerprint:
         raise _another(folder)
@@ -189,7 +189,7 @@ def _another(folder: str) -> RaygptError:
 
 
 def _write_plan(job: Job, folder: str, units: Sequence[Unit]) -> None:
-    """Say what is being prepared. A folder serves one corpus: shards of two would be taken for one."""
+    """Record what is being prepared. A folder is for one corpus: shards of two would be mixed up."""
     plan = {
         "fingerprint": job.fingerprint,
         "source": job.source.spec,
@@ -213,35 +213,35 @@ def _write_plan(job: Job, folder: str, units: Sequence[Unit]) -> None:
 
 
 def _begin_again(folder: str) -> None:
-    """The same command, but its files have changed since: the shards so far are of no use."""
+    """Delete the shards so far: the same command, but its files have changed since."""
     for name in storage.sizes(folder):
         if name.endswith(".tokens") or name == tokenizers.FILE_NAME:
             storage.delete(storage.join(folder, name))
 
 
 def _row_counts(job: Job) -> list[int]:
-    """Rows of each file, where the split goes by them."""
+    """Rows of each file, if the split needs them."""
     if job.split != "huggingface":
         return []
     rows_are_documents = job.source.rule == "file" and all(file.format == "parquet" for file in job.source.files)
     if not rows_are_documents or not isinstance(job.val, float):
         raise RaygptError(
-            "data.split: huggingface needs parquet files whose rows are documents, and a share as data.val; "
+            "data.split: huggingface needs parquet files whose rows are documents, and a fraction as data.val; "
             "use data.split: documents"
         )
     return [row_count(file) for file in job.source.files]
 
 
 def _units(job: Job, rows: Sequence[int]) -> list[Unit]:
-    """Validation text first: it is small, and evaluation wants it from the start."""
+    """Units with validation text first: it is small, and evaluation needs it from the start."""
     train = _units_of(job.source, "train", rows=rows)
     val = _units_of(job.val, "val", first=len(train)) if isinstance(job.val, Source) else []
     return val + train
 
 
 def _units_of(source: Source, stream: str, first: int = 0, rows: Sequence[int] = ()) -> list[Unit]:
-    """Small files together, large ones alone. All in one where they are read as one: WikiText's articles may go on in
-    the next file, and a limit counts through all of them."""
+    """Small files together, large ones alone. One unit for all if they must be read in sequence: WikiText's articles
+    may continue in the next file, and a limit counts rows across files."""
     in_one = source.rule == "wikitext" or source.limit
     groups: list[list[File]] = [[]]
     for file in source.files:
@@ -262,7 +262,7 @@ def _tokenizer(job: Job, folder: str) -> tokenizers.Tokenizer:
         return tokenizers.load(folder)
     made = tokenizers.ready_made(job.tokenizer)
     if made is None:
-        budget = sys.maxsize if job.tokenizer == "char" else SAMPLE  # char must meet every character
+        budget = sys.maxsize if job.tokenizer == "char" else SAMPLE  # char must see every character
         made = tokenizers.make(job.tokenizer, _sample(job, budget))
     tokenizers.save(made, folder)
     return made
@@ -291,7 +291,7 @@ def _held_out_rows(job: Job, rows: int) -> list[int]:
 def _write_index(
     job: Job, folder: str, tokenizer: tokenizers.Tokenizer, parts: Sequence[Part], held_out: Sequence[int]
 ) -> None:
-    """Gather the validation shards into one, and write the index: from then on the store exists."""
+    """Merge the validation shards into one, and write the index, which makes the store complete."""
     index = Index(
         fingerprint=job.fingerprint,
         source=job.source.spec,
@@ -321,7 +321,7 @@ def _extents(parts: Sequence[Part], stream: str) -> tuple[Extent, ...]:
 def _gather_val(index: Index, folder: str, held_out: Sequence[int]) -> Index:
     """One shard of all held-out documents: thousands of small files would be slow to read from an object store."""
     runs = list(TokenStream(folder, index.val, index).runs())
-    if held_out:  # as Hugging Face's split orders them; in the shards they stand in the order of their rows
+    if held_out:  # in the order of Hugging Face's split; in the shards they are in the order of their rows
         ids = np.concatenate(runs)
         documents = np.split(ids, np.flatnonzero(ids == index.end_of_text)[:-1] + 1)
         runs = [documents[place] for place in np.argsort(np.argsort(held_out))]
@@ -331,9 +331,9 @@ def _gather_val(index: Index, folder: str, held_out: Sequence[int]) -> Index:
 
 
 def _hold_out_tail(index: Index, folder: str, share: float, split: str) -> Index:
-    """Give the last share of the tokens to validation, from a document's start on where one is near enough.
+    """Hold out the last `share` of the tokens for validation, from a document's start if one is near enough.
 
-    This is the split `tail`, and what is left to do where drawing few documents put all of them on one side.
+    This is the split `tail`, and the fallback if drawing from few documents put all of them on one side.
     """
     drawn, extents = ("no document", index.train) if index.train else ("each document", index.val)
     stream = TokenStream(folder, extents, index)
@@ -350,7 +350,7 @@ def _hold_out_tail(index: Index, folder: str, share: float, split: str) -> Index
 
 
 def _document_start(stream: TokenStream, cut: int, end_of_text: int) -> int | None:
-    """The start of a document that is nearest to the cut, if it leaves between half and twice as much after it."""
+    """The document start nearest to the cut, if what follows it is between half and twice as much as wanted."""
     share = len(stream) - cut
     low, high = len(stream) - 2 * share, len(stream) - (share + 1) // 2
     starts: list[int] = []

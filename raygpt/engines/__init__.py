@@ -1,4 +1,4 @@
-"""What computes a recipe: JAX or PyTorch. Each is imported only when it is asked for."""
+"""The engines that compute a recipe: JAX or PyTorch. Each is imported only when it is used."""
 
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -10,16 +10,16 @@ from raygpt.engines.torch import require_torch
 
 
 def require(name: str, implementation: str = "raygpt") -> None:
-    """Refuse, with the remedy, where a package that an engine needs is missing.
+    """Raise if a package that an engine needs is missing.
 
-    Training asks for the recipe's `model.implementation`; a reader is raygpt's own whatever trained the run.
+    Training needs the recipe's `model.implementation`; a reader is always raygpt's own.
     """
     if name == "torch":
         require_torch(implementation)
 
 
 def for_gpus(name: str) -> str | None:
-    """What to install for an engine to use NVIDIA's GPUs, where what is installed here cannot."""
+    """What to install so that an engine can use NVIDIA's GPUs; None if it can."""
     if name == "jax" and not find_spec("jax_plugins") and not metadata.entry_points(group="jax_plugins"):
         return "pip install 'raygpt[cuda]'"
     if name == "torch" and metadata.version("torch").endswith("+cpu"):
@@ -33,21 +33,21 @@ def engine_of(name: str) -> Any:
 
 
 def make_reader(name: str, model: Model, vocab: int) -> Reader:
-    """What reads a trained model with an engine's arithmetic, in this process."""
+    """A reader of trained models by an engine, in this process."""
     engine_of(name).set_up()
     reader: Reader = import_module(f"raygpt.engines.{name}.reader").Reader(model, vocab)
     return reader
 
 
 def read_parameters(name: str, folder: str, model: Model, vocab: int) -> Arrays:
-    """The parameters in a checkpoint that an engine wrote; what else is in it is left where it is."""
+    """The parameters in a checkpoint that an engine wrote; the optimizer's state is not read."""
     parameters: Arrays = import_module(f"raygpt.engines.{name}.checkpoint").read_parameters(folder, model, vocab)
     return parameters
 
 
 def devices_of(name: str) -> Any:
-    """What an engine finds here: `use_all_cores`, `names`, `is_accelerated`, `peak_bytes`, and JAX's `one`. No model is
-    imported."""
+    """An engine's module of devices: `use_all_cores`, `names`, `is_accelerated`, `peak_bytes`, and JAX's `one`. It does
+    not import a model."""
     return import_module(f"raygpt.engines.{name}.devices")
 
 

@@ -1,4 +1,4 @@
-"""What the training loop asks of an engine. JAX and PyTorch each answer it; what is not arithmetic is written once."""
+"""The interface of an engine, which JAX and PyTorch each implement."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ Positions = int | NDArray[np.int32]  # one for all rows, or one of each row
 
 @dataclass(frozen=True)
 class Devices:
-    """What computes, over all workers."""
+    """The devices of all workers."""
 
     count: int
     memory_bytes: int  # of each
@@ -25,9 +25,9 @@ class Devices:
 
 @dataclass(frozen=True)
 class Weights:
-    """A state as both engines understand it: plain arrays under the names, and with the axes, of the description.
+    """A state that both engines understand: plain arrays with the names and axes of the description.
 
-    The vocabulary has no padding; a tied head has no array of its own.
+    The vocabulary has no padding; a tied head has no separate array.
     """
 
     parameters: Arrays
@@ -36,22 +36,22 @@ class Weights:
 
 
 class TokenScorer(Protocol):
-    """What can say how likely a model finds each token of a text."""
+    """Computes the log-probability of each token of a text."""
 
     context: int
 
     def token_logprobs(self, state: Any, windows: Windows) -> tuple[Numbers, NDArray[np.bool_]]:
-        """Of windows [rows, time + 1] every token's log-probability after those before it, and whether it is the
-        likeliest: both [rows, time]. Where there are several processes, each gives and gets all of them."""
+        """For windows [rows, time + 1]: every token's log-probability given those before it, and whether it is the
+        likeliest; both [rows, time]. If there are several processes, each passes and gets all rows."""
         ...
 
 
 class Engine(TokenScorer, Protocol):
-    """A recipe's model on the devices of all workers. State, batch and cache are the engine's own affair."""
+    """A recipe's model on the devices of all workers. State, batch and cache are opaque to callers."""
 
     @property
     def micro_rows(self) -> int:
-        """Rows that are computed at a time, over all devices."""
+        """Rows of a micro-batch, over all devices."""
         ...
 
     @property
@@ -64,36 +64,36 @@ class Engine(TokenScorer, Protocol):
         ...
 
     def save(self, state: Any, folder: str) -> None:
-        """Begin to take this process's part of a state off the devices, for a folder of its own; training goes on."""
+        """Start to save this process's part of a state to a folder of its own; training can continue at once."""
         ...
 
     def wait_for_save(self) -> None:
-        """Until that part is written; raises what went wrong. Called by the thread of a save."""
+        """Wait until that part is written; raises its error. Called by the save thread."""
         ...
 
     def restore(self, folder: str) -> Any:
-        """The state whose parts are together in a folder, saved by any number of processes on any mesh."""
+        """The state whose parts are in a folder, saved by any number of processes on any mesh."""
         ...
 
     def load(self, weights: Weights) -> Any:
-        """A state with those parameters; slots that are not given are zero, as before step 0."""
+        """A state with these parameters; slots that are not given are zero, as before step 0."""
         ...
 
     def put(self, windows: Windows, weights: Numbers | None = None) -> Any:
-        """The windows of those rows, on the devices. `weights` [rows, context] say how much each target counts in the
-        loss, which is divided by the sum of all; by default each counts 1."""
+        """Copy the windows of this process's rows to the devices. `weights` [rows, context] weight each target in the
+        loss, which is divided by their sum; by default each is 1."""
         ...
 
     def step(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Train on a batch: the new state, and metrics that are still on the device. The old state is used up."""
+        """Train on a batch. Returns the new state, and metrics still on the device. The old state becomes invalid."""
         ...
 
     def read(self, metrics: Any) -> dict[str, float]:
-        """Wait for a step's metrics: loss, grad_norm, lr, and how many steps were skipped, and were spikes, so far."""
+        """Wait for a step's metrics: loss, grad_norm, lr, and the numbers of skipped steps and of spikes so far."""
         ...
 
     def window_losses(self, state: Any, windows: Windows) -> Numbers:
-        """The loss of each window, a mean over its tokens. Every process gives and gets all of them."""
+        """The mean loss of each window. Every process passes and gets all of them."""
         ...
 
     def prefill(self, state: Any, ids: NDArray[np.int32]) -> tuple[Numbers, Any]:
@@ -110,12 +110,12 @@ class Engine(TokenScorer, Protocol):
         ...
 
     def describe(self) -> dict[str, str]:
-        """Device, number of devices, precision and kernels in use, for people."""
+        """Device, number of devices, precision and kernels in use, for the console."""
         ...
 
 
 class Reader(TokenScorer, Protocol):
-    """A trained model that is only read: it scores and writes, in this process, on one device, without an optimizer."""
+    """A trained model for inference: in this process, on one device, without an optimizer."""
 
     vocab: int
 
@@ -132,5 +132,5 @@ class Reader(TokenScorer, Protocol):
         ...
 
     def describe(self) -> dict[str, str]:
-        """Device and precision, for people."""
+        """Device and precision, for the console."""
         ...

@@ -1,7 +1,7 @@
 """The loss scale of fp16: gradients of small losses vanish below 6e-8, of large ones overflow above 65504.
 
 The loss is multiplied before the backward pass and the gradients are divided after it, in fp32. A scale that is too
-large shows by itself, in gradients that are not finite; one that is too small does not, so it is doubled at times.
+large makes gradients non-finite; one that is too small cannot be detected, so it is doubled from time to time.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ GROWTH_STEPS = 2000  # without an overflow, after which it doubles, as in PyTorc
 class LossScale(NamedTuple):
     """A power of two, so that scaling rounds nothing, and the good steps since it last changed.
 
-    Used in fp16 alone, but there in every state: a run may go on where there is bf16, and come back.
+    Used in fp16 only, but part of every state: a run may be resumed on a device with bf16, and later in fp16 again.
     """
 
     factor: Any

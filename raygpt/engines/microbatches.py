@@ -1,4 +1,4 @@
-"""How the rows of a batch are cut into micro-batches, and the arrays of those that a process computes."""
+"""How the rows of a batch are split into micro-batches, and the arrays of those that a process computes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Microbatches:
-    """`accumulation` micro-batches of as many rows as `groups` of devices share evenly; what is too many is padding."""
+    """`accumulation` micro-batches whose rows divide evenly among `groups` of devices; the rest is padding."""
 
     batch_rows: int
     accumulation: int
-    groups: int  # of devices with rows of their own
+    groups: int  # of devices; each has different rows
 
     @property
     def micro_rows(self) -> int:
-        """Rows that are computed at a time, over all devices."""
+        """Rows of a micro-batch, over all devices."""
         return -(-self.batch_rows // (self.accumulation * self.groups)) * self.groups
 
     @property

@@ -1,9 +1,9 @@
-"""Shapes padded to what devices compute fast and to few enough different ones to compile."""
+"""Pads shapes to sizes that devices compute fast, and to few different ones, which are compiled."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-VOCAB_MULTIPLE = 128  # matrix units want multiples; ids beyond the vocabulary never leave an engine
+VOCAB_MULTIPLE = 128  # matrix units need multiples; ids beyond the vocabulary never leave an engine
 SHORTEST = 128  # of the lengths that a model is compiled for
 
 
@@ -15,7 +15,7 @@ def padded_vocab(vocab: int) -> int:
 def pad_windows(windows: NDArray[np.int32], longest: int, multiple: int = 1) -> NDArray[np.int32]:
     """Windows [rows, time + 1] padded with zeros: the rows to a power of two, the time to a bucket.
 
-    Padding stands behind or below the rest, which does not see it.
+    Padding is after or below the data, which does not depend on it.
     """
     rows, time = len(windows), windows.shape[1] - 1
     padded = -(-(1 << (rows - 1).bit_length()) // multiple) * multiple

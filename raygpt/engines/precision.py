@@ -1,4 +1,4 @@
-"""In which precision a device computes where a recipe leaves the choice open."""
+"""The precision in which a device computes if the recipe says auto."""
 
 
 def choose_precision(wanted: str, platform: str, compute_capability: float | None = None) -> str:

@@ -1,1 +1,1 @@
-"""How good a trained model is: on its own validation text, and on tasks that others publish scores of."""
+"""Evaluates a trained model: on its validation text, and on published tasks."""

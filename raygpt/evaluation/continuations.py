@@ -1,7 +1,7 @@
-"""How likely a model finds a continuation of a text: what HellaSwag and LAMBADA are made of.
+"""Log-likelihoods of continuations of a text, which HellaSwag and LAMBADA are computed from.
 
-Context and continuation are encoded together, and what is beyond the context's own tokens is the continuation, as
-lm-evaluation-harness has it, so that the results are the same.
+Context and continuation are encoded together, and the tokens after the context's own are the continuation, as in
+lm-evaluation-harness, so that the results are the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +13,12 @@ from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.engines.base import TokenScorer
 from raygpt.engines.padding import bucket
 
-TOKENS = 2**13  # that are computed at a time
-Watch = Callable[[int, int], None]  # how many of how many are done
+TOKENS = 2**13  # computed at a time
+Watch = Callable[[int, int], None]  # called with (done, total)
 
 
 class ScorableModel(Protocol):
-    """A model that can be asked: one that is trained, or still in training."""
+    """What tasks need of a model, trained or in training."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -31,21 +31,21 @@ class ScorableModel(Protocol):
 
 
 class Pair(NamedTuple):
-    """A text and what may follow it."""
+    """A text and a possible continuation."""
 
     context: str
     continuation: str
 
 
 class Likelihood(NamedTuple):
-    """Of a continuation."""
+    """How likely a model finds a continuation."""
 
     log_probability: float
-    greedy: bool  # every token of it was the likeliest
+    greedy: bool  # whether each of its tokens was the likeliest
 
 
 class Encoded(NamedTuple):
-    """Of a pair: its ids, and how many of the last are the continuation's."""
+    """A pair's ids, and how many of the last are the continuation's."""
 
     ids: list[int]
     continuation: int
@@ -54,7 +54,7 @@ class Encoded(NamedTuple):
 def likelihoods(
     model: ScorableModel, pairs: Sequence[Pair], watch: Watch = lambda done, total: None
 ) -> list[Likelihood]:
-    """In the order of the pairs, though computed in that of their lengths: so little is padding."""
+    """The likelihood of each pair, in order. Computed in the order of lengths, so that there is little padding."""
     encoded = encode(model.tokenizer, pairs, model.reader.context)
     found: list[Likelihood | None] = [None] * len(pairs)
     done = 0
@@ -67,7 +67,7 @@ def likelihoods(
 
 
 def encode(tokenizer: Tokenizer, pairs: Sequence[Pair], context: int) -> list[Encoded]:
-    """The last `context` + 1 ids of each pair. Blanks at the context's end belong to the continuation's first token."""
+    """The last `context` + 1 ids of each pair. Spaces at the context's end belong to the continuation's first token."""
     heads = [pair.context.rstrip() for pair in pairs]
     lengths = [len(ids) for ids in tokenizer.encode(heads)]
     wholes = tokenizer.encode([pair.context + pair.continuation for pair in pairs])
@@ -80,7 +80,7 @@ def encode(tokenizer: Tokenizer, pairs: Sequence[Pair], context: int) -> list[En
 
 
 def _batches(lengths: Sequence[int], context: int) -> Iterator[list[int]]:
-    """Places of pairs of about one length, as many as TOKENS allows."""
+    """Indices of pairs of similar length, as many per batch as TOKENS allows."""
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     begin = 0
     while begin < len(order):

@@ -1,4 +1,4 @@
-"""What a model writes from the recipe's prompts, the same at each evaluation, so that its samples can be compared."""
+"""Generates samples from the recipe's prompts: with the same seed at each evaluation, so that they can be compared."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.errors import RaygptError
 from raygpt.inference.sampling import Writer, encode_prompt, sample
 
-TOKENS = 200  # new ones, where the context has room for them
+TOKENS = 200  # new tokens, if the context has room for them
 
 
 def write(model: Writer, state: Any, tokenizer: Tokenizer, prompts: Sequence[str], seed: int) -> list[str]:
-    """A text for each prompt, which it begins with; without any, one as a document begins.
+    """A text for each prompt, including it; without prompts, one text that starts a document.
 
-    Prompts of as many tokens are written on from in one batch.
+    Prompts of the same length are continued in one batch.
     """
     encoded = encode(tokenizer, prompts, model.context)
     written: dict[int, str] = {}
@@ -29,7 +29,7 @@ def write(model: Writer, state: Any, tokenizer: Tokenizer, prompts: Sequence[str
 
 
 def encode(tokenizer: Tokenizer, prompts: Sequence[str], context: int) -> list[NDArray[np.int32]]:
-    """The ids of each; those of a document's beginning where there is none. Refuses what cannot be written on from."""
+    """The ids of each prompt; end-of-text if there are none. Refuses prompts that cannot be continued."""
     if not prompts:
         return [encode_prompt(tokenizer, None)]
     names = [f"training.prompts: {shown(prompt)}" for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Several evaluations of one model, by the names that people give them."""
+"""Runs several evaluations of one model, by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,7 +12,7 @@ Chosen = Mapping[str, str | None]  # name -> file of its items, if one was named
 
 
 def choose(names: Sequence[str]) -> Chosen:
-    """["hellaswag=items.jsonl"] -> {"hellaswag": "items.jsonl"}; refuses what there is not."""
+    """["hellaswag=items.jsonl"] -> {"hellaswag": "items.jsonl"}; refuses unknown names."""
     known = [VALIDATION, *TASKS]
     for name, equals, path in (word.partition("=") for word in names):
         if name not in known or (equals and (name == VALIDATION or not path)):
@@ -26,7 +26,7 @@ def evaluate(
     limit: int | None = None,
     watch: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> dict[str, Figures]:
-    """The result of each, by name; `watch` hears how far each has come."""
+    """The result of each, by name. `watch` is called with the progress."""
     results = {}
     for name, path in chosen.items():
 

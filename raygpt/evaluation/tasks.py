@@ -1,4 +1,4 @@
-"""HellaSwag and LAMBADA, asked and counted as lm-evaluation-harness does."""
+"""HellaSwag and LAMBADA, computed as in lm-evaluation-harness."""
 
 import json
 import math
@@ -18,11 +18,11 @@ Figures = dict[str, float]
 
 
 class EvalTask(NamedTuple):
-    """What is asked about an item, and what the answers of all items come to."""
+    """Which pairs an item consists of, and how the result follows from their likelihoods."""
 
-    keys: tuple[str, ...]  # that an item must have
+    keys: tuple[str, ...]  # required in every item
     on_the_hub: str
-    figures: tuple[str, ...]  # of its result, that people quote
+    figures: tuple[str, ...]  # of its result, the ones that are quoted
     pairs: Callable[[Item], list[Pair]]
     result: Callable[[Sequence[Item], Sequence[list[Likelihood]]], Figures]
 
@@ -36,13 +36,13 @@ def hellaswag_pairs(item: Item) -> list[Pair]:
 
 
 def _without_marks(text: str) -> str:
-    """WikiHow's [header], [title] and the like are no part of the text."""
+    """Remove WikiHow's [header], [title] and the like."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
 
 def hellaswag_result(items: Sequence[Item], found: Sequence[list[Likelihood]]) -> Figures:
-    """How often the true ending is the likeliest, as a whole and by its number of characters."""
+    """How often the true ending is the likeliest: in total, and per character."""
     right = [hellaswag_choices(item, of_item) for item, of_item in zip(items, found, strict=True)]
     labels = np.array([int(item["label"]) for item in items])
     plain, normed = (np.array([pair[n] for pair in right]) == labels for n in (0, 1))
@@ -55,7 +55,7 @@ def hellaswag_result(items: Sequence[Item], found: Sequence[list[Likelihood]]) -
 
 
 def hellaswag_choices(item: Item, found: list[Likelihood]) -> tuple[int, int]:
-    """The ending that is the likeliest, and the one that is by its number of characters."""
+    """The likeliest ending, and the likeliest per character."""
     logs = np.array([one.log_probability for one in found])
     lengths = np.array([len(pair.continuation) - 1 for pair in hellaswag_pairs(item)])  # without the blank before it
     return int(logs.argmax()), int((logs / np.maximum(lengths, 1)).argmax())
@@ -71,7 +71,7 @@ def lambada_result(items: Sequence[Item], found: Sequence[list[Likelihood]]) -> 
     """How often every token of the word is the likeliest, and the word's perplexity."""
     greedy = np.array([of_item[0].greedy for of_item in found])
     logs = np.array([of_item[0].log_probability for of_item in found])
-    perplexity = math.exp(min(-logs.mean(), 700))  # what has not learned may be beyond a float's range
+    perplexity = math.exp(min(-logs.mean(), 700))  # an untrained model may exceed a float's range
     return {
         "acc": float(greedy.mean()),
         "acc_stderr": standard_error(greedy),
@@ -81,11 +81,11 @@ def lambada_result(items: Sequence[Item], found: Sequence[list[Likelihood]]) -> 
 
 
 def standard_error(values: Any) -> float:
-    """Of a mean."""
+    """Standard error of the mean."""
     return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
-TASKS = {  # their names are those that a recipe may say
+TASKS = {  # by the names that a recipe uses
     "hellaswag": EvalTask(
         ("activity_label", "endings", "label"),
         "hf:Rowan/hellaswag::validation",
@@ -110,24 +110,24 @@ def choose(names: Sequence[str]) -> dict[str, str | None]:
 def evaluate(
     model: ScorableModel, name: str, items: Sequence[Item], watch: Watch = lambda done, total: None
 ) -> Figures:
-    """What a task comes to on these items."""
+    """The result of a task on these items."""
     return {**TASKS[name].result(items, item_likelihoods(model, name, items, watch)), "items": len(items)}
 
 
 def item_likelihoods(
     model: ScorableModel, name: str, items: Sequence[Item], watch: Watch = lambda done, total: None
 ) -> list[list[Likelihood]]:
-    """What the model makes of each item."""
+    """The likelihoods of each item's pairs."""
     asked = [TASKS[name].pairs(item) for item in items]
     try:
         flat = iter(likelihoods(model, [pair for pairs in asked for pair in pairs], watch))
     except RaygptError as error:  # a char tokenizer knows its own corpus' characters
-        raise RaygptError(f"{name} cannot be asked: {str(error).partition(';')[0]}; leave it out") from None
+        raise RaygptError(f"{name} cannot be evaluated: {str(error).partition(';')[0]}; leave it out") from None
     return [[next(flat) for _ in pairs] for pairs in asked]
 
 
 def read_items(name: str, path: str | None, limit: int | None = None) -> list[Item]:
-    """The items of a jsonl file, or of the task's dataset on the Hub; all, or the first so many."""
+    """The items of a jsonl file, or of the task's dataset on the Hub; all, or the first `limit`."""
     task = TASKS[name]
     items = _lines(path) if path else _rows(task.on_the_hub)
     where = path or task.on_the_hub

@@ -21,7 +21,7 @@ from raygpt.runs import OpenRun
 
 @dataclass(frozen=True)
 class Validation:
-    """What a validation came to."""
+    """The result of a validation."""
 
     loss: float  # a mean over tokens, in nats
     loss_stderr: float  # over windows
@@ -32,7 +32,7 @@ class Validation:
 
 
 def validate(loaded: LoadedModel, watch: Watch = lambda done, total: None) -> Figures:
-    """Over all validation windows, as training does it where `training.eval_rows` is not set."""
+    """Evaluate all validation windows, as training does if `training.eval_rows` is not set."""
     streams = val_streams(loaded.run, loaded.run.facts(loaded.checkpoint)["data"])
     context = loaded.reader.context
     total = sum(window_count(len(stream), context) for stream in streams)
@@ -60,7 +60,7 @@ def val_streams(run: OpenRun, fingerprints: Sequence[str]) -> list[TokenStream]:
     prepared = [_prepared(home, fingerprint) for fingerprint in fingerprints]
     known = [store for store in prepared if store]
     if len(known) < len(prepared):
-        known = list(open_mixture(run.recipe.data, home).stores)  # which may have to tokenise the source once more
+        known = list(open_mixture(run.recipe.data, home).stores)  # may have to tokenise the source again
     found = [store.index.fingerprint for store in known]
     if found != list(fingerprints):
         raise RaygptError(
@@ -71,7 +71,7 @@ def val_streams(run: OpenRun, fingerprints: Sequence[str]) -> list[TokenStream]:
 
 
 def _prepared(stores: str, fingerprint: str) -> TokenStore | None:
-    """The store that prepare made of it, wherever its source is now."""
+    """The store with this fingerprint, wherever its source is now."""
     for name in storage.folders(stores):
         if name.endswith(f"-{fingerprint[:8]}"):
             return open_store(storage.join(stores, name))

@@ -1,4 +1,4 @@
-"""Text that a model writes on from a prompt: shown as it comes, until a stop string, the document's end or a length."""
+"""Generates text from a prompt, streamed, until a stop string, the end of the document or a maximum length."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.inference.loaded import LoadedModel
 from raygpt.inference.sampling import encode_prompt, stream
 
-UNFINISHED = "�"  # what a character shows as while some of its bytes are still to come
+UNFINISHED = "�"  # what an incomplete UTF-8 character decodes to
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How to draw, and when to stop."""
+    """How to sample, and when to stop."""
 
     tokens: int = 256
     temperature: float = 0.8
@@ -26,17 +26,17 @@ class SamplingOptions:
 
 @dataclass
 class Sample:
-    """One text as it grows. It has ended where the document ended or a stop string came, which is no part of it."""
+    """One text as it is generated. It ends with the document or at a stop string, which is not part of it."""
 
     tokenizer: Tokenizer
     stop: Sequence[str] = ()
     ids: list[int] = field(default_factory=list)
-    text: str = ""  # what is certain: neither half a character nor what may become a stop string
+    text: str = ""  # final: without half a character or what may become a stop string
     ended: bool = False
-    ended_early: bool = False  # before all tokens were used up
+    ended_early: bool = False  # before the maximum number of tokens
 
     def add(self, token: int) -> str:
-        """The text that became certain with this token."""
+        """The text that became final with this token."""
         if self.ended:
             return ""
         if token == self.tokenizer.end_of_text:
@@ -52,7 +52,7 @@ class Sample:
         return self._grow(whole[: len(whole) - self._held_back(whole)])
 
     def finish(self) -> str:
-        """The rest of the text, now that nothing follows."""
+        """The rest of the text, when no token follows."""
         if self.ended:
             return ""
         self.ended = True
@@ -63,7 +63,7 @@ class Sample:
         return more
 
     def _held_back(self, text: str) -> int:
-        """How many of the last characters may be the beginning of a stop string."""
+        """How many of the last characters may be the start of a stop string."""
         longest = max((len(stop) for stop in self.stop), default=1)
         tails = range(min(longest - 1, len(text)), 0, -1)
         return next((n for n in tails if any(stop.startswith(text[-n:]) for stop in self.stop)), 0)
@@ -78,7 +78,7 @@ def generate(
     show: Callable[[str], None] = lambda text: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> list[Sample]:
-    """Continue a prompt, or without one begin as a document does. `show` gets the first sample's text as it comes."""
+    """Continue a prompt, or start a new document without one. `show` gets the first sample's text as it comes."""
     ids = encode_prompt(loaded.tokenizer, prompt)
     texts = [Sample(loaded.tokenizer, options.stop) for _ in range(samples)]
     drawn = stream(

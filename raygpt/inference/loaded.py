@@ -1,4 +1,4 @@
-"""A run's model, ready to be asked: its best checkpoint, or another, read into this process. Needs no Ray."""
+"""Loads a run's model into this process: its best checkpoint, or another. Needs no Ray."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +15,11 @@ from raygpt.runs.checkpoints import Checkpoint
 
 @dataclass(frozen=True)
 class CheckpointWeights:
-    """The parameters of a checkpoint, on this host, and what belongs to them."""
+    """The parameters of a checkpoint in this host's memory, with its run."""
 
     run: OpenRun
     checkpoint: Checkpoint
-    engine: str  # that wrote it
+    engine: str  # the engine that wrote it
     parameters: Arrays
 
     @property
@@ -36,13 +36,13 @@ class CheckpointWeights:
 
     @property
     def val_loss(self) -> float | None:
-        """As it was measured in training."""
+        """The loss measured during training."""
         return self.run.val_losses.get(self.checkpoint.step)
 
 
 @dataclass(frozen=True)
 class LoadedModel(CheckpointWeights):
-    """The same on a device, with what computes it."""
+    """Parameters on a device, with the reader that computes with them."""
 
     reader: Reader
     state: Any
@@ -61,7 +61,7 @@ def read(run: OpenRun, step: int | None = None, best: bool = True) -> Checkpoint
 
 
 def load(run: OpenRun, step: int | None = None, best: bool = True) -> LoadedModel:
-    """The same, on this machine's device, computed by the engine that trained it."""
+    """Load a checkpoint onto this machine's device, with the engine that trained it."""
     found = read(run, step, best)
     reader = make_reader(found.engine, found.model, run.tokenizer.vocab)
     return LoadedModel(run, found.checkpoint, found.engine, found.parameters, reader, reader.load(found.parameters))

@@ -1,4 +1,4 @@
-"""Ids from a model: one after another, through the engine's cache."""
+"""Samples token ids from a model, one after another, with the engine's key-value cache."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ Logits = NDArray[np.floating[Any]]
 
 
 class Writer(Protocol):
-    """What is asked of a model: an engine's, while it trains, or a reader's."""
+    """What sampling needs of a model: an engine in training, or a reader."""
 
     context: int
 
@@ -28,7 +28,7 @@ class Writer(Protocol):
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | None, name: str = "the prompt") -> NDArray[np.int32]:
-    """Its ids; those of a document's beginning where there is none. Errors call it by its name."""
+    """The prompt's ids; end-of-text, which starts a document, if there is none. Errors refer to it as `name`."""
     if prompt is None:
         return np.array([tokenizer.end_of_text], dtype=np.int32)
     try:
@@ -53,7 +53,7 @@ def sample(
     top_p: float | None = None,
     seed: int = 0,
 ) -> NDArray[np.int32]:
-    """Continue prompts [rows, time] by up to `tokens` ids, as far as the context reaches: [rows, more].
+    """Continue prompts [rows, time] by up to `tokens` ids, within the context: [rows, new].
 
     A temperature of 0 takes the likeliest token each time.
     """
@@ -76,15 +76,15 @@ def stream(
     seed: int = 0,
     forgets: Callable[[int], None] = lambda kept: None,
 ) -> Iterator[NDArray[np.int32]]:
-    """Continue prompts [rows, time] for ever, an id a row at a time; nothing is computed before it is asked for.
+    """Continue prompts [rows, time] without end, yielding one id per row; computed lazily.
 
-    Where the context is full, its last half is read in again, and `forgets` is told how many tokens that is.
+    When the context is full, its last half is prefilled again, and `forgets` is called with the number of those tokens.
     """
     random, half = np.random.default_rng(seed), max(1, engine.context // 2)
     if prompt.shape[1] > engine.context:
         prompt = prompt[:, -half:]
         forgets(half)
-    seen = [prompt]  # what the cache holds, in parts
+    seen = [prompt]  # the tokens in the cache, in parts
     logits, cache = engine.prefill(state, prompt)
     place = prompt.shape[1]
     while True:
@@ -104,7 +104,7 @@ def stream(
 def _draw(
     logits: Logits, temperature: float, top_k: int | None, top_p: float | None, random: np.random.Generator
 ) -> NDArray[np.int32]:
-    """One id per row. Adding Gumbel noise and taking the largest is drawing from the softmax."""
+    """One id per row. Adding Gumbel noise and taking the argmax samples from the softmax."""
     if not temperature:
         return logits.argmax(-1).astype(np.int32)
     logits = logits / temperature
@@ -117,7 +117,7 @@ def _draw(
 
 
 def _likeliest(logits: Logits, share: float) -> Logits:
-    """Only the likeliest tokens, as few as together have that share of the probability; at least one."""
+    """Keep the smallest set of likeliest tokens whose total probability reaches `share` (top-p); at least one."""
     order = np.argsort(-logits, axis=-1, kind="stable")
     falling = np.take_along_axis(logits, order, axis=-1)
     probabilities = np.exp(falling - falling[:, :1])

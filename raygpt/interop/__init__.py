@@ -1,1 +1,1 @@
-"""Hugging Face in and out."""
+"""Import from and export to Hugging Face's formats."""

@@ -8,7 +8,7 @@ CURVE = "loss.svg"
 
 
 def files(found: CheckpointWeights) -> dict[str, str]:
-    """README.md, and the curve where there is one to draw."""
+    """README.md, and the loss curve if there is one to draw."""
     is_logged = any("loss" in line for line in found.run.metrics)
     drawn = {CURVE: loss_picture([found.run])} if is_logged else {}
     return {"README.md": _card(found, bool(drawn)), **drawn}

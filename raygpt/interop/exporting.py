@@ -1,4 +1,4 @@
-"""A run's model as a folder that transformers opens: weights, config, tokenizer, and a card that says what it is."""
+"""Exports a run's model as a folder that transformers opens: weights, config, tokenizer, and a model card."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
 def export(found: CheckpointWeights, folder: str) -> dict[str, int]:
-    """Write the folder; name and size of every file in it."""
+    """Write the folder. Returns name and size of every file."""
     from safetensors.numpy import save_file
 
     folder = storage.absolute(folder)

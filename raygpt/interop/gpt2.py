@@ -33,7 +33,7 @@ def to_hugging_face(parameters: Arrays, description: Description) -> dict[str, N
 
 
 def from_hugging_face(arrays: Arrays, description: Description) -> dict[str, NDArray[Any]]:
-    """The way back; KeyError where one is missing, ValueError where one does not fit."""
+    """The inverse; KeyError if an array is missing, ValueError if a shape is wrong."""
     named = {ours: arrays[theirs] for ours, theirs in TOP.items() if ours in description.by_name}
     layers: dict[str, list[NDArray[Any]]] = {}
     for layer in range(description.sizes["layer"]):
@@ -63,7 +63,7 @@ def _block(layer: int, description: Description) -> dict[tuple[str, ...], str]:
 
 
 def _flat(array: NDArray[Any], name: str) -> NDArray[Any]:
-    """A matrix where ours has heads as an axis of their own; a vector where it is a bias or a gain."""
+    """Flatten to a matrix (ours has heads as a separate axis), or to a vector if it is a bias or a gain."""
     if not name.endswith("kernel"):
         return array.reshape(-1)
     return array.reshape(-1, array.shape[-1]) if name.startswith("out") else array.reshape(len(array), -1)
@@ -81,7 +81,7 @@ def with_biases(arrays: Arrays) -> dict[str, NDArray[Any]]:
 
 
 def config(model: Model, vocab: int, end_of_text: int) -> dict[str, Any]:
-    """What transformers' GPT2LMHeadModel is made from."""
+    """The config of transformers' GPT2LMHeadModel."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -95,7 +95,7 @@ def config(model: Model, vocab: int, end_of_text: int) -> dict[str, Any]:
         "tie_word_embeddings": model.tied_head,
         "embd_pdrop": model.dropout,
         "resid_pdrop": model.dropout,
-        "attn_pdrop": 0.0,  # ours drops nothing inside attention
+        "attn_pdrop": 0.0,  # ours has no dropout inside attention
         "torch_dtype": "float32",
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,

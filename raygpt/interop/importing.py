@@ -23,10 +23,10 @@ from raygpt.models import describe
 from raygpt.recipes.explain import explain_first
 from raygpt.runs import RECIPE, OpenRun, checkpoints, open_run
 
-INDEX = f"{WEIGHTS}.index.json"  # where large models are cut into several files
+INDEX = f"{WEIGHTS}.index.json"  # of models that are split into several files
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 WANTED = [CONFIG, FILE_NAME, "*.safetensors", INDEX]  # of a repository on the Hub
-AS_OURS = {  # what the config may say of the arithmetic, and what it means if it says nothing
+AS_OURS = {  # key of the config -> its default, and the values that our GPT-2 supports
     "activation_function": ("gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
     "scale_attn_weights": (True, (True,)),
     "scale_attn_by_inverse_layer_idx": (False, (False,)),
@@ -64,7 +64,7 @@ def _folder(source: str) -> Path:
         ) from None
     try:
         return Path(snapshot_download(source, allow_patterns=WANTED))
-    except Exception as error:  # of the network or of the Hub, each library's own
+    except Exception as error:  # the network's and the Hub's exceptions have no common class
         raise RaygptError(
             f"{source} is neither a folder here nor a repository that can be reached ({first_line(error)}); "
             "check the name"
@@ -99,7 +99,7 @@ def _read_json(path: Path, otherwise: str) -> Any:
 
 
 def _recipe(settings: Mapping[str, Any], tokenizer: Tokenizer, out: str, engine: str) -> Recipe:
-    """What is known of the model; the rest is the defaults', which training it further will replace."""
+    """A recipe with what is known of the model; the rest is defaults, which a run that starts from it replaces."""
     home, _, name = out.rpartition("/")
     model = {
         "layers": settings["n_layer"],
@@ -124,7 +124,7 @@ def _recipe(settings: Mapping[str, Any], tokenizer: Tokenizer, out: str, engine:
 
 
 def _parameters(folder: Path, settings: Mapping[str, Any], model: Model, vocab: int) -> dict[str, NDArray[Any]]:
-    """By our names: masks are left out, and so is what only pads the vocabulary."""
+    """By our names, without masks and the vocabulary's padding."""
     arrays: dict[str, NDArray[Any]] = {}
     for path in _files(folder):
         arrays |= _arrays(path)
@@ -177,7 +177,7 @@ def _write(recipe: Recipe, tokenizer: Tokenizer, parameters: dict[str, NDArray[A
     engine = engine_of(recipe.engine).Engine(recipe, tokenizer.vocab)
     state = engine.load(Weights(parameters))
     part, folder = checkpoints.parts_of(out) / "import", checkpoints.folder_of(out, 0)
-    storage.delete_folder(str(part))  # of an import to an object store that was interrupted
+    storage.delete_folder(str(part))  # left by an interrupted import to an object store
     engine.save(state, str(part))
     engine.wait_for_save()
     facts = {"engine": recipe.engine, "recipe": recipe.to_dict(), "tokenizer": tokenizers.fingerprint(tokenizer)}

@@ -1,6 +1,6 @@
-"""Our tokenizers in the form of Hugging Face's `tokenizers`, giving the same ids, and back.
+"""Converts our tokenizers to Hugging Face's `tokenizers` format, with the same ids, and back.
 
-One thing differs by their convention: a literal `<|endoftext|>` in a text is the special token there, text here.
+One difference is their convention: a literal `<|endoftext|>` in a text is the special token there, plain text here.
 """
 
 import itertools
@@ -10,7 +10,7 @@ from typing import Any
 from raygpt.corpus.tokenizers import END_OF_TEXT, Bpe, Bytes, Char, Gpt2, Tokenizer, bytes_by_character
 from raygpt.errors import RaygptError
 
-UNKNOWN = "<unk>"  # in no vocabulary: a character that is not known is an error there as well
+UNKNOWN = "<unk>"  # in no vocabulary: an unknown character is an error there as well
 
 
 def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _made(tokenizer: Tokenizer) -> Any:
 
 
 def from_json(saved: dict[str, Any], where: str) -> Tokenizer:
-    """The tokenizer of ours that a tokenizer.json describes; of another make it is taken as it is."""
+    """Our tokenizer that a tokenizer.json describes; any other one is used as it is."""
     for candidate in _candidates(saved):
         if _is_same(to_json(candidate), saved):
             return candidate
@@ -61,7 +61,7 @@ def from_json(saved: dict[str, Any], where: str) -> Tokenizer:
 
 
 def _candidates(saved: dict[str, Any]) -> list[Tokenizer]:
-    """Those of ours that could have such a vocabulary, to be compared in full."""
+    """Our tokenizers that could have such a vocabulary; the caller compares them in full."""
     plain = _vocab(saved)
     found: list[Tokenizer] = []
     if len(plain) == 256:
@@ -74,7 +74,7 @@ def _candidates(saved: dict[str, Any]) -> list[Tokenizer]:
 
 
 def _is_same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Whether both give the same ids, however they are written."""
+    """Whether both give the same ids, even if written differently."""
     cuts = [saved.get("pre_tokenizer") or {} for saved in (ours, theirs)]
     return (
         _vocab(ours) == _vocab(theirs)
@@ -112,7 +112,7 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
 
 
 def _halves(piece: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """What is left when every merge but the last is done, the lowest rank first."""
+    """The two pieces that are left after every merge but the last, lowest rank first."""
     parts = [piece[n : n + 1] for n in range(len(piece))]
     while len(parts) > 2:
         joined = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]

@@ -1,6 +1,6 @@
-"""What a model is, described once for both engines: parameters by name, axes, role and first values; FLOPs; memory.
+"""A model's description, shared by both engines: parameters by name, axes, role and first values; FLOPs; memory.
 
-Imports config and NumPy only. An engine asks a `Description` and keeps no list of parameters of its own.
+Imports config and NumPy only. An engine uses a `Description` and has no list of parameters of its own.
 """
 
 from raygpt.models.description import Description, describe

@@ -1,4 +1,4 @@
-"""A model's parameters and sizes, from its config: what everything else about it follows from."""
+"""A model's parameters and sizes, computed from its config. Everything else about the model follows from them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ class Description:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of each parameter's array, layers first. Two models fit each other's states if these are equal."""
+        """The shape of each parameter's array, layers first. Models with equal shapes can load each other's states."""
         return {p.name: tuple(self.sizes[axis] for axis in p.axes) for p in self.parameters}
 
     def own_shape(self, parameter: Parameter) -> tuple[int, ...]:
-        """Of one layer's array."""
+        """The shape of one layer's array."""
         return tuple(self.sizes[axis] for axis in parameter.own_axes)
 
     @property
@@ -45,15 +45,15 @@ class Description:
     def flops_per_token(self) -> int:
         """Operations per token, forward and backward: 6 · parameters + 12 · layers · heads · head size · context.
 
-        The second term is attention's scores and sums. A token embedding beside a head of its own is only looked up,
-        so its table does not count; a tied one does its multiplying as the head.
+        The second term is attention's scores and sums. An untied token embedding is only looked up, so it does not
+        count; a tied one is multiplied as the head.
         """
         looked_up = 0 if self.output_table == "tokens" else prod(self.shapes["tokens"])
         attention = prod(self.sizes[axis] for axis in ("layer", "heads", "head", "context"))
         return 6 * (self.count - looked_up) + 12 * attention
 
     def cache_shape(self, rows: int) -> tuple[int, ...]:
-        """Of the keys of all tokens of some rows, and of their values: [layer, rows, kv_heads, context, head]."""
+        """The shape of the key cache, and of the value cache: [layer, rows, kv_heads, context, head]."""
         layers, *rest = (self.sizes[axis] for axis in ("layer", "kv_heads", "context", "head"))
         return (layers, rows, *rest)
 

@@ -17,7 +17,7 @@ from raygpt.recipes.explain import explain_first, flat, nearest, one_line
 
 
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
-    """The recipe shipped under this name or lying at this path, with overrides such as `training.steps=20`.
+    """The shipped recipe of this name, or the file at this path, with overrides such as `training.steps=20`.
 
     From Python, overrides may also be a mapping, nested or dotted. Raises RaygptError with one line.
     """
@@ -26,7 +26,7 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] | Mapping[str
     values = _parse_file(_read(name), where)
     changes = _changes(overrides)
     if changes.get("model.preset") is not None:
-        # Else the sizes that the file sets would win, and the preset would do nothing. Its context stays.
+        # Otherwise the file's sizes would override the preset. Its context stays.
         for key in ("model.layers", "model.heads", "model.width"):
             values.pop(key, None)
     for unit, other in (("training.steps", "training.epochs"), ("training.epochs", "training.steps")):
@@ -42,7 +42,7 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] | Mapping[str
 
 
 def check_part(part: str, values: Mapping[str, Any]) -> Any:
-    """One part of a recipe, from its keys: `data` from a command line, `cluster` from a program."""
+    """Validate one part of a recipe: `data` from a command line, `cluster` from a program."""
     try:
         return getattr(Recipe.model_validate({part: values}), part)
     except ValidationError as error:
@@ -75,7 +75,7 @@ def _read(name: str) -> str:
     if "/" not in name and not name.endswith((".yaml", ".yml")):
         return recipe_text(name)
     try:
-        return storage.read_bytes(name).decode("utf-8-sig")  # -sig: some editors begin a file with a byte-order mark
+        return storage.read_bytes(name).decode("utf-8-sig")  # -sig: some editors write a byte-order mark
     except FileNotFoundError:
         raise RaygptError(f"recipe {name!r}: there is no such file; check the path") from None
     except IsADirectoryError:
@@ -87,7 +87,7 @@ def _read(name: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose scalars stay text, null apart: the recipe's types say what `1e-3`, `007` or `on` means."""
+    """YAML whose scalars stay text, except null: the recipe's types decide what `1e-3`, `007` or `on` means."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # PyYAML's way to say this
         first: [(tag, pattern) for tag, pattern in pairs if tag.endswith((":null", ":merge"))]
@@ -100,7 +100,7 @@ class _Loader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As PyYAML's, which would let the last of two equal keys win without a word."""
+        """Refuse duplicate keys; PyYAML would silently take the last."""
         seen: list[Any] = []
         for key, _ in node.value:
             if key.value in seen:
@@ -116,9 +116,9 @@ def _parse(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise RaygptError(f"{where}: {place}not YAML ({one_line(error.problem)}); mend it there") from None
+        raise RaygptError(f"{where}: {place}not YAML ({one_line(error.problem)}); fix it there") from None
     except (yaml.YAMLError, RecursionError) as error:
-        raise RaygptError(f"{where}: not YAML ({one_line(error)}); mend it there") from None
+        raise RaygptError(f"{where}: not YAML ({one_line(error)}); fix it there") from None
 
 
 def _parse_file(text: str, where: str) -> dict[str, Any]:
@@ -148,14 +148,14 @@ def _changes(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _override_value(text: str, where: str) -> Any:
-    """A list, a mapping or quoted text is YAML; the rest is as typed, so that `*.txt` is no YAML alias."""
+    """A list, a mapping or quoted text is parsed as YAML; the rest is literal, so that `*.txt` is not a YAML alias."""
     if text.startswith(("[", "{", '"', "'")):
         return _parse(text, where)
     return None if text in ("", "null", "~") else text
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a.b": 1} -> {"a": {"b": 1}}; what stands in the way of a later key is replaced."""
+    """{"a.b": 1} -> {"a": {"b": 1}}; a value in the way of a later key is replaced."""
     tree: dict[str, Any] = {}
     for dotted, value in flat.items():
         *parents, last = dotted.split(".")

@@ -1,4 +1,4 @@
-"""A recipe's keys in words, and its mistakes in one line: the key, what is wrong with it, what to write."""
+"""Descriptions of a recipe's keys, and validation errors in one line: the key, what is wrong, what to write."""
 
 import difflib
 import re
@@ -69,7 +69,7 @@ _WRONG = {
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a recipe, in the words that its comment uses."""
+    """One key of a recipe, as its comment in the YAML describes it."""
 
     name: str  # dotted
     type: str
@@ -117,7 +117,7 @@ def _value_text(value: object) -> str:
 
 
 def explain_first(error: ValidationError) -> str:
-    # A misspelt key comes first: that another is missing may follow from it.
+    # A misspelt key comes first: it may be why another is missing.
     first, *others = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     more = f" (and {len(others)} more)" if others else ""
     return one_line(_explain(first)) + more
@@ -172,7 +172,7 @@ def _hint(unknown: str) -> str:
 
 
 def nearest(word: str, options: Sequence[str], cutoff: float = 0.6) -> str | None:
-    """The option most like a word, else the first that begins with it."""
+    """The option most similar to a word, else the first that starts with it."""
     close = difflib.get_close_matches(word, options, n=1, cutoff=cutoff)
     beginning = [option for option in options if word and option.startswith(word)]
     return next(iter(close + beginning), None)

@@ -1,4 +1,4 @@
-"""A run directory, local or on s3, opened for reading: what every verb after `train` begins with.
+"""A run directory, local or on s3, opened for reading. Every verb after `train` starts here.
 
     run = open_run("runs/tiny")
     run.recipe.model.width, run.metrics[-1], run.tokenizer.vocab
@@ -27,7 +27,7 @@ RECIPE = "recipe.yaml"
 
 @dataclass(frozen=True)
 class OpenRun:
-    """What lies in a run directory. What is read once is kept; a run that still trains is opened again."""
+    """The contents of a run directory. Each is read once and cached: reopen a run that is still training."""
 
     folder: str
 
@@ -37,12 +37,12 @@ class OpenRun:
 
     @property
     def home(self) -> str:
-        """The folder that it lies in, beside other runs and the stores."""
+        """The parent folder, with other runs and the token stores."""
         return self.folder.rstrip("/").rpartition("/")[0]
 
     @cached_property
     def recipe(self) -> Recipe:
-        """As it was asked for."""
+        """The recipe as it was given, with epochs not converted."""
         return load_recipe(storage.join(self.folder, RECIPE))
 
     @cached_property
@@ -61,12 +61,12 @@ class OpenRun:
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """What it last ran on."""
+        """Engine, devices and versions of the last start."""
         return records.read_about(self.folder)
 
     @cached_property
     def total_steps(self) -> int | None:
-        """Of the whole run; None while only the corpus would say how long its epochs are."""
+        """Steps of the whole run; None if it is given in epochs and has no checkpoint yet."""
         if self.recipe.training.steps is not None or not self.steps:
             return self.recipe.training.steps
         newest = Checkpoint(self.steps[-1], checkpoints.folder_of(self.folder, self.steps[-1]))
@@ -86,19 +86,19 @@ class OpenRun:
         return {step: loss for step, loss in checkpoints.val_losses(self.folder).items() if loss is not None}
 
     def pick(self, step: int | None = None, best: bool = True) -> Checkpoint:
-        """The checkpoint of a step; else the one of the lowest validation loss, or the newest where none has one."""
+        """The checkpoint of a step; else the one with the lowest validation loss, or the newest if none has a loss."""
         if step is not None:
             return checkpoints.find(self.folder, step)
         candidates = checkpoints.best_first(self.steps, self.val_losses) if best else []
         for candidate in dict.fromkeys([*candidates, *reversed(self.steps)]):
-            with contextlib.suppress(RaygptError):  # a damaged one is passed over
+            with contextlib.suppress(RaygptError):  # skip damaged ones
                 return checkpoints.find(self.folder, candidate)
         unfinished = ", ".join(map(str, self._folders))
         begun = f" (unfinished or damaged: {unfinished})" if unfinished else ""
-        raise RaygptError(f"{self.folder} has no whole checkpoint{begun}; train it further: raygpt train")
+        raise RaygptError(f"{self.folder} has no complete checkpoint{begun}; train it further: raygpt train")
 
     def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """What a checkpoint's state belongs to: engine, recipe in steps, tokenizer, data."""
+        """What a checkpoint records about its run: engine, recipe in steps, tokenizer, data."""
         return checkpoints.facts(checkpoint)
 
     @cached_property
@@ -107,7 +107,7 @@ class OpenRun:
 
 
 def open_run(folder: str) -> OpenRun:
-    """The run in a folder or at an s3:// address; refuses what is none."""
+    """The run in a folder or at an s3:// address; refuses anything else."""
     run = OpenRun(storage.absolute(folder).rstrip("/"))
     if not storage.exists(storage.join(run.folder, RECIPE)):
         raise RaygptError(f"{folder} is no run, it has no {RECIPE}; name a folder that raygpt train made")

@@ -1,9 +1,9 @@
-"""Checkpoints of a run: `checkpoints/step-00000100/`, whole once `checkpoint.json` is in it.
+"""Checkpoints of a run: `checkpoints/step-00000100/`, complete once it has the marker `checkpoint.json`.
 
-Every process writes its part of the state aside and publishes it into the folder; the marker, written last, names every
-file with its size and checksum, and says what the state belongs to. A folder without a marker, or one that does not
-match it, is no checkpoint. Validation comes after saving, so the losses that decide which ones are kept lie beside
-them, in `checkpoints/scores.json`.
+Every process writes its part of the state to a temporary folder and moves it into place. The marker, written last,
+lists every file with its size and checksum, and records engine, recipe, tokenizer and data. A folder without a marker,
+or one that does not match it, is not a checkpoint. Validation comes after saving, so the validation losses, which
+decide which checkpoints are kept, are in a separate file, `checkpoints/scores.json`.
 """
 
 import fcntl
@@ -26,25 +26,25 @@ from raygpt.config import Run
 from raygpt.errors import DamagedError, RaygptError, first_line
 
 FOLDER, MARKER, VAL_LOSSES = "checkpoints", "checkpoint.json", "scores.json"
-PAUSES_S = (0.5, 2, 8)  # before each further try to move a file to or from an object store
-_bookkeeping = threading.Lock()  # of scores and pruning, after a save and after a validation: two threads do these
+PAUSES_S = (0.5, 2, 8)  # before each retry of a transfer to or from an object store
+_bookkeeping = threading.Lock()  # for val losses and pruning: two threads do these, after a save and after a validation
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint."""
+    """A complete checkpoint."""
 
     step: int
     folder: str
 
 
 def folder_of(run_folder: str, step: int) -> str:
-    """Where the checkpoint of a step lies."""
+    """The folder of a step's checkpoint."""
     return storage.join(run_folder, FOLDER, f"step-{step:08d}")
 
 
 def publish(part: Path, folder: str) -> dict[str, Any]:
-    """Give the files that this process wrote their place in a checkpoint's folder: name -> [size, checksum]."""
+    """Move the files that this process wrote into the checkpoint's folder. Returns name -> [size, checksum]."""
     written = {path.relative_to(part).as_posix(): path for path in sorted(part.rglob("*")) if path.is_file()}
     described = {name: [path.stat().st_size, _checksum(path)] for name, path in written.items()}
     with ThreadPoolExecutor(8 if storage.is_remote(folder) else 1) as threads:
@@ -54,7 +54,7 @@ def publish(part: Path, folder: str) -> dict[str, Any]:
 
 
 def _retried(move: Callable[..., None], *arguments: Any) -> None:
-    """An object store may fail for a moment, or answer that it is asked too often."""
+    """Retry: an object store may fail temporarily, or limit the rate of requests."""
     for pause in PAUSES_S:
         try:
             move(*arguments)
@@ -66,37 +66,37 @@ def _retried(move: Callable[..., None], *arguments: Any) -> None:
 
 
 def commit(folder: str, step: int, facts: dict[str, Any], files: dict[str, Any]) -> None:
-    """Declare a folder whole: from here on it is a checkpoint. `files` is what the processes published."""
+    """Write the marker, which makes the folder a checkpoint. `files` is what the processes published."""
     marker = {"step": step, **facts, "files": dict(sorted(files.items()))}
     storage.write_bytes(storage.join(folder, MARKER), json.dumps(marker, indent=1).encode())
 
 
 def make_room(run_folder: str, step: int) -> None:
-    """Remove what may lie where a checkpoint is about to be written: one that was damaged, or never whole."""
+    """Remove a damaged or incomplete checkpoint from where a new one is about to be written."""
     _remove(folder_of(run_folder, step))
     storage.make_folder(storage.join(run_folder, FOLDER))
 
 
 def sweep(run_folder: str) -> None:
-    """Remove what saves that were interrupted have left. Only when none is going on."""
-    whole = {step for step, _ in _committed(run_folder)}
+    """Remove what interrupted saves have left. Call it only while no save is running."""
+    committed = {step for step, _ in _committed(run_folder)}
     for step, folder in _all(run_folder):
-        if step not in whole:
+        if step not in committed:
             storage.delete_folder(folder)
     storage.delete_folder(str(parts_of(run_folder)))
 
 
 def parts_of(run_folder: str) -> Path:
-    """Where processes of this node write before they publish: beside the checkpoints, or aside for an object store."""
+    """Where this node's processes write before they publish: beside the checkpoints, or in /tmp for an object store."""
     if not storage.is_remote(run_folder):
         return Path(run_folder, FOLDER, "parts")
     return Path(tempfile.gettempdir(), f"raygpt-parts-{storage.digest(run_folder)}")
 
 
 def newest(run_folder: str) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of a run, and a warning for each newer one that is damaged.
+    """The newest complete checkpoint of a run, and a warning for each newer one that is damaged.
 
-    One in an object store is fetched to this node to be sure.
+    A checkpoint in an object store is fetched to this node to verify it.
     """
     warnings: list[str] = []
     for step, folder in reversed(_committed(run_folder)):
@@ -108,33 +108,33 @@ def newest(run_folder: str) -> tuple[Checkpoint | None, list[str]]:
 
 
 def find_newest(run_folder: str) -> Checkpoint | None:
-    """The newest that is committed and can be asked what it is, taken at its word."""
+    """The newest committed checkpoint with a readable marker; its files are not verified."""
     there = (Checkpoint(*one) for one in reversed(_committed(run_folder)))
     return next((checkpoint for checkpoint in there if _marker(checkpoint.folder)), None)
 
 
 def fetch_to_node(checkpoint: Checkpoint) -> str:
-    """A folder that can be read as files: the checkpoint's own, or a copy that is fetched once per node."""
+    """A local folder with the checkpoint's files: its own, or a copy that is fetched once per node."""
     if not storage.is_remote(checkpoint.folder):
         return checkpoint.folder
     return str(_fetched(checkpoint.folder))
 
 
 def _fetched(folder: str) -> Path:
-    """The copy is named by its marker's content: a run that was deleted and trained again has another."""
+    """The local copy. Its name is a digest of the marker: a run that was deleted and trained again gets a new one."""
     marker = storage.read_bytes(storage.join(folder, MARKER))
-    copies = storage.cache_folder() / FOLDER / storage.digest(folder.rpartition("/")[0])  # one at a time, of a run
+    copies = storage.cache_folder() / FOLDER / storage.digest(folder.rpartition("/")[0])  # one copy per run
     copy = copies / storage.digest(marker.decode())
     storage.make_folder(str(copies))
     with (copies / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the node's other workers wait for the first one's download
         if not (copy / MARKER).is_file():
             for other in storage.folders(str(copies)):
-                if other != copy.name:  # its own files are there if an earlier try was interrupted
+                if other != copy.name:  # keep this one's files, left by an interrupted download
                     shutil.rmtree(copies / other, ignore_errors=True)
             expected = json.loads(marker)["files"]
             _download(folder, copy, expected)
-            if _altered(copy, expected):  # on the way here, perhaps
+            if _altered(copy, expected):  # perhaps damaged in transfer
                 shutil.rmtree(copy)
                 _download(folder, copy, expected)
             damage = _altered(copy, expected)
@@ -146,7 +146,7 @@ def _fetched(folder: str) -> Path:
 
 
 def _download(folder: str, copy: Path, names: Iterable[str]) -> None:
-    """Those that are not there yet."""
+    """Download the files that are missing."""
     missing = [name for name in names if not (copy / name).exists()]
     with ThreadPoolExecutor(8) as threads:
         uris = (storage.join(folder, name) for name in missing)
@@ -154,11 +154,11 @@ def _download(folder: str, copy: Path, names: Iterable[str]) -> None:
 
 
 def find(run_folder: str, step: int | None) -> Checkpoint:
-    """The checkpoint of a step, or the newest whole one."""
+    """The checkpoint of a step, or the newest complete one."""
     if step is None:
         checkpoint, _ = newest(run_folder)
         if checkpoint is None:
-            raise RaygptError(f"{run_folder} has no whole checkpoint; name a run that has")
+            raise RaygptError(f"{run_folder} has no complete checkpoint; name a run that has")
         return checkpoint
     there = dict(_committed(run_folder))
     if step not in there:
@@ -173,7 +173,7 @@ def find(run_folder: str, step: int | None) -> Checkpoint:
 
 
 def facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What its state belongs to."""
+    """What the marker records: engine, recipe, tokenizer, data."""
     marker = _marker(checkpoint.folder)
     if marker is None:
         raise DamagedError(f"{checkpoint.folder} is damaged ({MARKER} cannot be read); name another step")
@@ -181,9 +181,9 @@ def facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def prune(run_folder: str, run: Run, upto: int) -> None:
-    """Delete all but those that the recipe keeps; the marker goes first, so that the rest is never taken for whole.
+    """Delete all checkpoints but those that the recipe keeps; the marker first, so that none is left half deleted.
 
-    Those of later steps than the run has come to are damaged, and are left for whoever may still want them.
+    Checkpoints after step `upto` are damaged ones that the run could not resume from; they are left for inspection.
     """
     with _bookkeeping:
         _prune(run_folder, run, upto)
@@ -206,13 +206,13 @@ def _remove(folder: str) -> None:
 
 
 def val_losses(run_folder: str) -> dict[int, float | None]:
-    """Validation loss by step; None where there is nothing to validate on."""
+    """Validation loss by step; None if there is no validation text."""
     read = storage.read_json(storage.join(run_folder, FOLDER, VAL_LOSSES)) or {}
     return {int(step): loss for step, loss in read.items()}
 
 
 def is_evaluated(run_folder: str, step: int) -> bool:
-    """Whether a step was validated. Where that cannot be read it was not: validating again costs time and no more."""
+    """Whether a step was evaluated. False if that cannot be read: evaluating again only costs time."""
     try:
         return step in val_losses(run_folder)
     except (OSError, RaygptError):
@@ -220,25 +220,25 @@ def is_evaluated(run_folder: str, step: int) -> bool:
 
 
 def best_first(steps: Iterable[int], losses: Mapping[int, float | None]) -> list[int]:
-    """The steps by their validation loss, the lowest first, of equals the newest; without those that have none."""
+    """The steps that have a validation loss, sorted by it, lowest first; the newest first among equals."""
     known = {step: loss for step in steps if (loss := losses.get(step)) is not None and not math.isnan(loss)}
     return sorted(known, key=lambda step: (known[step], -step))
 
 
 def write_val_loss(run_folder: str, step: int, loss: float | None) -> None:
-    """Remember a step's validation loss."""
+    """Record a step's validation loss."""
     with _bookkeeping:
         known = {**val_losses(run_folder), step: loss}
         storage.write_bytes(storage.join(run_folder, FOLDER, VAL_LOSSES), json.dumps(known).encode())
 
 
 def folders(run_folder: str) -> dict[int, bool]:
-    """The steps of all that is or was to be a checkpoint, in order, and whether it is committed."""
+    """The steps of all checkpoint folders, in order, and whether each is committed."""
     return {step: _is_committed(folder) for step, folder in _all(run_folder)}
 
 
 def _all(run_folder: str) -> list[tuple[int, str]]:
-    """Step and folder of all that is or was to be a checkpoint, in order."""
+    """Step and folder of all checkpoint folders, committed or not, in order."""
     home = storage.join(run_folder, FOLDER)
     names = (re.fullmatch(r"step-([0-9]+)", name) for name in storage.folders(home))
     return sorted((int(name[1]), storage.join(home, name[0])) for name in names if name)
@@ -273,7 +273,7 @@ def _damage(folder: str) -> str | None:
 
 
 def _marker(folder: str) -> dict[str, Any] | None:
-    """What a checkpoint says of itself, or None where that is damaged."""
+    """The content of a checkpoint's marker, or None if it is damaged."""
     try:
         read = storage.read_json(storage.join(folder, MARKER))
     except DamagedError:
@@ -282,12 +282,12 @@ def _marker(folder: str) -> dict[str, Any] | None:
 
 
 def _altered(folder: Path, expected: dict[str, Any]) -> str | None:
-    """Which file of a folder is not what its checksum says, if any."""
+    """The first file whose checksum is wrong, if any."""
     for name, (_, checksum) in expected.items():
         try:
             if _checksum(folder / name) != checksum:
                 return f"{name} was altered"
-        except OSError as error:  # a bad place on the disk
+        except OSError as error:  # a bad sector
             return f"{name} cannot be read ({first_line(error)})"
     return None
 

@@ -1,6 +1,6 @@
 """The run lock: a run has one driver. `hold.json` in its folder names the driver, which renews it while it trains.
 
-A lock whose owner is gone is recognised: on this machine by its process, from elsewhere by not being renewed.
+A lock whose owner is gone is recognised: on this machine by its process id, from elsewhere by missed renewals.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class Owner:
 
     @property
     def is_gone(self) -> bool:
-        is_stale = time.time() - self.renewed > STALE_S  # also where a container has the same names and numbers again
+        is_stale = time.time() - self.renewed > STALE_S  # also if a new container has the same host name and process id
         return is_stale or (self.host == socket.gethostname() and not _is_alive(self.process))
 
     def __str__(self) -> str:
@@ -46,9 +46,9 @@ class Owner:
 
 @contextlib.contextmanager
 def locked(run_folder: str) -> Iterator[Callable[[], None]]:
-    """Lock a run for the block; refuse where another driver has the lock.
+    """Lock a run for the block; refuse if another driver has the lock.
 
-    Yields a check that raises where another driver has taken the lock since: a machine that slept looked gone.
+    Yields a check that raises if another driver has taken the lock since, e.g. while this machine was suspended.
     """
     uri = storage.join(run_folder, LOCK)
     now = time.time()
@@ -60,7 +60,9 @@ def locked(run_folder: str) -> Iterator[Callable[[], None]]:
 
     def check() -> None:
         if taken_by:
-            raise RaygptError(f"{run_folder} was taken over by {taken_by[0]}, as nothing was heard from here")
+            raise RaygptError(
+                f"{run_folder} was taken over by {taken_by[0]}, because this driver had not renewed its lock"
+            )
 
     try:
         yield check
@@ -74,7 +76,7 @@ def locked(run_folder: str) -> Iterator[Callable[[], None]]:
 
 
 def lock_owner(run_folder: str) -> Owner | None:
-    """The driver of a run, which may be gone without having unlocked it; None where it is not locked."""
+    """The driver that locked a run, which may have died without unlocking; None if the run is not locked."""
     return _read(storage.join(run_folder, LOCK))
 
 
@@ -85,15 +87,15 @@ def _take(uri: str, ours: Owner, run_folder: str) -> None:
             f"{run_folder} is being trained by {before}; wait for it or stop it, or set run.name to begin another run"
         )
     storage.write_bytes(uri, _json(ours))
-    time.sleep(0.1)  # whoever began in the same moment has written by now, and the last one has it
+    time.sleep(0.1)  # a driver that started at the same moment has written by now; the last writer has the lock
     after = _read(uri)
     if after is None or after.token != ours.token:
-        raise RaygptError(f"{run_folder} was taken in this very moment by {after}; wait for it, or set run.name")
+        raise RaygptError(f"{run_folder} was taken at the same moment by {after}; wait for it, or set run.name")
 
 
 def _renew(uri: str, ours: Owner, ended: threading.Event, taken_by: list[Owner]) -> None:
     while not ended.wait(RENEW_S):
-        with contextlib.suppress(OSError, RaygptError):  # a storage that fails is for others to complain about
+        with contextlib.suppress(OSError, RaygptError):  # storage errors are reported elsewhere
             current = _read(uri)
             if current and current.token != ours.token:
                 taken_by.append(current)
@@ -106,7 +108,7 @@ def _read(uri: str) -> Owner | None:
         read = storage.read_json(uri)
         return Owner(**read) if read else None
     except (TypeError, OSError, DamagedError):
-        return None  # another program's
+        return None  # not written by raygpt
 
 
 def _json(owner: Owner) -> bytes:

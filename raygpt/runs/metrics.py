@@ -1,10 +1,10 @@
-"""What a run logs: `metrics.jsonl`, one object a line.
+"""The metrics of a run: `metrics.jsonl`, one object per line.
 
 {"step", "loss", …}      a step of training
 {"step", "val_loss", …}  a validation; only task scores where there is no text to validate on
-{"step", "restart"}      the run went on after this step
+{"step", "restart"}      the run was resumed after this step
 
-What a killed process, or a disk that was full, has left of a line is none, for the reader as for the writer.
+Reader and writer ignore an incomplete line, as a killed process or a full disk may leave it.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from raygpt.errors import RaygptError
 
 Line = dict[str, Any]
 METRICS = "metrics.jsonl"
-UPLOADED_S = 10.0  # at least so long between two uploads of the metrics, and a hundred times as long as one takes
+UPLOADED_S = 10.0  # the shortest time between two uploads, and at least a hundred times as long as one takes
 
 
 def read(run_folder: str) -> list[Line]:
-    """Every line that was logged, in order; none where nothing was."""
+    """Every line that was logged, in order; none if there is no file."""
     return [line for _, line in complete_lines(content_of(storage.join(run_folder, METRICS)))]
 
 
@@ -38,28 +38,28 @@ def latest(lines: Iterable[Line]) -> Line:
 
 
 def restarts(lines: Iterable[Line]) -> list[Line]:
-    """Where the run was started anew."""
+    """The lines that record a restart."""
     return [line for line in lines if line.get("restart")]
 
 
 class MetricsFile:
-    """The writer, of which a run has one. An object store cannot append: there the whole file is put, now and then.
+    """The only writer of a run's metrics. An object store cannot append: there the whole file is uploaded periodically.
 
-    A storage that fails for a while costs a warning: the lines are kept, and written with the next ones.
+    If the storage fails there is a warning; the lines are kept, and written with the next ones.
     """
 
     def __init__(self, run_folder: str, warn: Callable[[str], None] = lambda text: None):
         self._uri = storage.join(run_folder, METRICS)
         self._is_remote = storage.is_remote(run_folder)
-        self._lines: list[bytes] = []  # not written yet; in an object store: all
+        self._lines: list[bytes] = []  # not written yet; for an object store: all
         self._warn, self._is_failing, self._next_upload = warn, False, 0.0
-        self._lock = threading.Lock()  # it is written to after a log event, and before a checkpoint counts
-        self._size = 0  # of the whole lines on the disk
+        self._lock = threading.Lock()  # written to after logging, and before a checkpoint is committed
+        self._size = 0  # of the complete lines on the disk
 
     def keep_until(self, step: int, is_validated: bool = True) -> bool:
-        """Drop what was logged after a step, before the run goes on from there; whether there was anything.
+        """Drop the lines after a step from which the run resumes. Returns whether there were any lines.
 
-        A step that is still to be validated loses what an earlier validation said of it.
+        If the step will be validated again, its earlier validation is dropped too.
         """
         content = content_of(self._uri)
         lines = [(text, line) for text, line in complete_lines(content) if line["step"] <= step]
@@ -84,7 +84,7 @@ class MetricsFile:
                 self._is_failing = False
             except (OSError, RaygptError) as error:
                 if not self._is_failing:
-                    self._warn(f"metrics cannot be written ({error}); they are kept, and training goes on")
+                    self._warn(f"metrics cannot be written ({error}); they are kept, and training continues")
                 self._is_failing = True
 
     def _write(self) -> None:
@@ -99,8 +99,8 @@ class MetricsFile:
             size = file.seek(0, 2)
             file.seek(min(size, self._size))
             if size < self._size or not content.startswith(file.read() if size > self._size else b""):
-                raise RaygptError("another process has written them")  # which has gone on with this run
-            file.truncate(self._size)  # a disk that was full may have half a line
+                raise RaygptError("another process has written them")  # another driver has taken over the run
+            file.truncate(self._size)  # a full disk may have left half a line
             file.seek(self._size)
             file.write(content)
         self._size += len(content)
@@ -113,12 +113,12 @@ def _is_validation(line: Line) -> bool:
 
 
 def content_of(uri: str) -> bytes:
-    """A file of lines; empty where there is none."""
+    """A file's content; empty if there is no file."""
     return storage.read_bytes(uri) if storage.exists(uri) else b""
 
 
 def complete_lines(content: bytes) -> Iterator[tuple[bytes, Line]]:
-    """Each line as it is written, and what it says."""
+    """Each line as bytes, and parsed."""
     for text in content.splitlines(keepends=True):
         with contextlib.suppress(ValueError):
             line = json.loads(text)

@@ -1,10 +1,10 @@
-"""What a run leaves beside its metrics: samples of what it writes, what it ran on, and how it ended.
+"""Other files of a run: generated samples, what it ran on, and how it ended.
 
 samples.jsonl  {"step", "text"} a line, one for each evaluation; {"step", "prompt", "text"} for each of training.prompts
 about.json     engine, devices, processor, versions: those of the last start
 result.json    {"state", "why", "time"} of the last driver that ended by itself
 
-Each is written whole, on a disk or in an object store, by the one process that has the run's lock.
+Each is written atomically, on a disk or in an object store, by the process that has the run's lock.
 """
 
 import json
@@ -34,45 +34,45 @@ class Outcome:
 
     @classmethod
     def of(cls, error: BaseException | None) -> Self:
-        """Of what training raised: nothing, Ctrl-C, or what went wrong, its first line."""
+        """The outcome of training that raised nothing, a Ctrl-C, or an error (its first line)."""
         if error is None:
             return cls("finished")
         if isinstance(error, KeyboardInterrupt):
             return cls("stopped", "interrupted")
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        is_heading = len(lines) > 1 and lines[0].endswith(":")  # as Ray's errors begin
+        is_heading = len(lines) > 1 and lines[0].endswith(":")  # as in Ray's errors
         return cls("failed", " ".join(lines[: 1 + is_heading]) or type(error).__name__)
 
 
 def write_result(run_folder: str, outcome: Outcome) -> None:
-    """Say how a run ended, for `raygpt runs`."""
+    """Record how a run ended, for `raygpt runs`."""
     _write(run_folder, RESULT, {**asdict(outcome), "time": round(time.time(), 3)})
 
 
 def read_result(run_folder: str) -> dict[str, Any] | None:
-    """{"state", "why", "time"}; None where no driver has ended by itself."""
+    """{"state", "why", "time"}; None if no driver has recorded a result."""
     return _read(run_folder, RESULT)
 
 
 def write_about(run_folder: str, about: Mapping[str, str]) -> None:
-    """Keep what an engine says of itself, with this machine and the versions of what computes."""
+    """Record the engine's description of itself, this machine, and the versions of libraries."""
     _write(run_folder, ABOUT, {**about, **_machine(), "versions": _versions()})
 
 
 def read_about(run_folder: str) -> dict[str, Any]:
-    """What the run last ran on; empty where it was not written down."""
+    """What the run last ran on; empty if that was not recorded."""
     return _read(run_folder, ABOUT) or {}
 
 
 def keep_sample(run_folder: str, step: int, *texts: str, prompts: Sequence[str] = ()) -> None:
-    """Add a step's sample, or one for each prompt. Those of later steps are of a past that a restart has undone."""
+    """Add a step's sample, or one for each prompt. Drops samples of later steps, from before a restart."""
     kept = [sample for sample in read_samples(run_folder) if sample["step"] < step]
     lines = [json.dumps(sample) + "\n" for sample in [*kept, *samples_of(step, texts, prompts)]]
     storage.write_bytes(storage.join(run_folder, SAMPLES), "".join(lines).encode())
 
 
 def samples_of(step: int, texts: Sequence[str], prompts: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """{"step", "text"} of each text, and the prompt that it begins with where there are any."""
+    """{"step", "text"} of each text, with "prompt" if there are prompts."""
     asked: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts] or [{}]
     return [{"step": step, **prompt, "text": text} for prompt, text in zip(asked, texts, strict=True)]
 
@@ -92,12 +92,12 @@ def _read(run_folder: str, name: str) -> dict[str, Any] | None:
 
 
 def _machine() -> dict[str, str]:
-    """Not its name: a report may be shown to others."""
+    """This machine, without its name: a report may be shown to others."""
     return {"processor": _processor(), "cores": str(os.cpu_count()), "system": platform.platform(terse=True)}
 
 
 def _processor() -> str:
-    """Linux says it in a file, other systems in a word."""
+    """The processor's name; on Linux from /proc/cpuinfo."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -1,6 +1,6 @@
 """The status of runs: one line for each below a storage path, or everything about one.
 
-Read from the run directories alone, so it works beside a run that trains, on another machine, and for runs on s3.
+Reads only the run directories, so it works while a run trains, from another machine, and for runs on s3.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ KEYS = ("step", "steps", "loss", "val_loss", "tokens_per_s", "mfu")
 
 
 def status_of_all(home: str) -> list[Facts]:
-    """A summary of each run directly below a path, the last seen first."""
+    """A summary of each run directly below a path, the most recently active first."""
     home = storage.absolute(home).rstrip("/")
     names = [name for name in storage.folders(home) if storage.exists(storage.join(home, name, RECIPE))]
     if not names:
@@ -28,7 +28,7 @@ def status_of_all(home: str) -> list[Facts]:
 
 
 def _or_why_not(folder: str) -> Facts:
-    """A run whose files cannot be read is a line too: the others are still worth seeing."""
+    """The summary of a run, or the reason if its files cannot be read; the other runs are still shown."""
     run = open_run(folder)
     try:
         return status(run)
@@ -77,13 +77,13 @@ def _model(run: OpenRun) -> str:
 def _state(run: OpenRun, last: Facts) -> tuple[str, str]:
     """running, finished, stopped or failed; and why, where that is known.
 
-    The lock comes first, since what an earlier driver left is then out of date.
+    The lock is checked first: if there is one, an earlier driver's result is out of date.
     """
     owner = lock_owner(run.folder)
     if owner and not owner.is_gone:
         return "running", ""
     if owner:
-        return "failed", f"its driver is gone without a word: {owner}"
+        return "failed", f"its driver is gone without recording a result: {owner}"
     result = records.read_result(run.folder)
     if result:
         return result["state"], result["why"]

@@ -1,4 +1,4 @@
-"""The terminal: standard output and standard error, and the forms that all console output shares."""
+"""The terminal: standard output and standard error, and formatting that all console output shares."""
 
 import shutil
 import sys
@@ -14,7 +14,7 @@ err = Console(stderr=True, highlight=False)
 
 
 def fail(message: str) -> None:
-    """The one line that an error ends in."""
+    """Print an error in one line."""
     err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
 
 
@@ -24,19 +24,19 @@ def show_notes(notes: Sequence[str]) -> None:
 
 
 def program() -> str:
-    """What to type for raygpt: its name where the shell finds it, else its path."""
+    """What to type for raygpt: its name if the shell finds it, else its path."""
     if shutil.which("raygpt"):
         return "raygpt"
     return "python -m raygpt" if sys.argv[0].endswith("__main__.py") else near(sys.argv[0])
 
 
 def near(path: str) -> str:
-    """A path as seen from here."""
+    """A path relative to the current folder."""
     return path.removeprefix(f"{Path.cwd()}/")
 
 
 def as_path(name: str) -> str:
-    """With a slash: without one a folder is taken for a tokenizer's name, or for a run's in run.storage."""
+    """Add a slash: without one a folder's name means a tokenizer, or a run in run.storage."""
     return name if "/" in name else f"./{name}"
 
 
@@ -50,7 +50,7 @@ def table_of(rows: Sequence[tuple[str, str]]) -> Table:
 
 
 def printable(text: str) -> str:
-    """Without control characters, which a model may write and a terminal would obey."""
+    """The text without control characters, which a model may generate and a terminal would execute."""
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 

@@ -1,4 +1,4 @@
-"""The curves of runs, out of their metrics: loss, learning rate, speed and others over steps, tokens or time."""
+"""The curves of runs, from their metrics: loss, learning rate, speed and others over steps, tokens or time."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ def _points(run: OpenRun, metric: str, axis: str, factor: float = 1.0) -> list[P
 
 
 def _place_on(axis: str, run: OpenRun) -> Callable[[Line], float | None]:
-    """Gives a line's place on the axis; a line without a time has none on the time axis."""
+    """A function that gives a line's position on the axis; a line without a time has none on the time axis."""
     if axis == "time":
         start = next((line["time"] for line in run.metrics if "time" in line), 0.0)
         return lambda line: round(line["time"] - start, 1) if "time" in line else None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def preparing() -> Iterator[Callable[["prepare.Progress"], None]]:
-    """A bar while a corpus is prepared, plain lines where there is no terminal, nothing where nothing is to do."""
+    """A progress bar while a corpus is prepared; plain lines without a terminal; nothing if nothing is to be done."""
     if not err.is_terminal:
         yield _PlainProgress()
         return

@@ -1,4 +1,4 @@
-"""Console output of `raygpt generate`: text as it is written, several texts, or a conversation."""
+"""Console output of `raygpt generate`: one text as it is generated, several texts, or a conversation."""
 
 import secrets
 import sys
@@ -16,12 +16,12 @@ from raygpt.show.console import err, fail, out, printable
 
 
 def seed(given: int | None) -> int:
-    """The one that was given, or one that nobody has seen before; either way it is told."""
+    """The given seed, or a random one; it is printed in either case."""
     return secrets.randbelow(2**31) if given is None else given
 
 
 def write(loaded: LoadedModel, prompt: str | None, options: SamplingOptions, samples: int) -> None:
-    """One text appears as it is written; several when all are done."""
+    """Print one text as it is generated; several when all are done."""
     started = time.perf_counter()
     notes: list[str] = []
     if samples == 1:
@@ -38,7 +38,7 @@ def write(loaded: LoadedModel, prompt: str | None, options: SamplingOptions, sam
 
 
 def _written(loaded: LoadedModel, prompt: str | None, options: SamplingOptions, notes: list[str]) -> list[Sample]:
-    encode_prompt(loaded.tokenizer, prompt)  # what cannot be read is refused before anything is shown
+    encode_prompt(loaded.tokenizer, prompt)  # refuse a bad prompt before anything is printed
     _put(prompt or "")
     texts = generate(loaded, prompt, options, show=_put, note=notes.append)
     _put("\n")
@@ -46,9 +46,9 @@ def _written(loaded: LoadedModel, prompt: str | None, options: SamplingOptions, 
 
 
 def converse(loaded: LoadedModel, options: SamplingOptions, first: str | None) -> None:
-    """A prompt a line until there are no more; a line that cannot be read is said so, and the next is asked for."""
+    """Read one prompt per line until an empty line; a bad prompt is reported, and the next one read."""
     _note(f"{_which(loaded)}; a prompt a line, an empty one ends")
-    notes: list[str] = []  # that the context was full is nothing new here
+    notes: list[str] = []  # not printed: that the context is full is normal here
     prompt = first if first is not None else _ask()
     while prompt:
         try:
@@ -60,7 +60,7 @@ def converse(loaded: LoadedModel, options: SamplingOptions, first: str | None) -
 
 
 def as_json(loaded: LoadedModel, prompt: str | None, options: SamplingOptions, samples: int) -> dict[str, Any]:
-    """The texts with all that made them."""
+    """The texts with everything that determined them."""
     notes: list[str] = []
     texts = generate(loaded, prompt, options, samples, note=notes.append)
     written = [{"text": text.text, "tokens": len(text.ids), "ended": text.ended_early} for text in texts]

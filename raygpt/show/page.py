@@ -15,7 +15,7 @@ from raygpt.runs import OpenRun, status
 from raygpt.show import chart
 from raygpt.show.curves import LOSSES, loss_curves, metric_curves, restart_marks
 
-SAMPLES = 4  # that are shown open; the others unfold
+SAMPLES = 4  # shown open; the others are collapsed
 # metric, title, factor; a chart that no run has values for is left out
 METRICS = (
     ("lr", "Learning rate", 1),
@@ -42,7 +42,7 @@ def page(runs: Sequence[OpenRun]) -> str:
         *_recipes(runs),
         *_hardware(runs),
         "</main>",
-        f"<footer>Made by raygpt {__version__}. This page is whole: it needs no network and no other file.</footer>",
+        f"<footer>Made by raygpt {__version__}. This page needs no network and no other file.</footer>",
         f"<script>{_asset('page.js')}</script>",
     ]
     return _document(title, "\n".join(body))
@@ -175,7 +175,7 @@ def _axes(known: Sequence[str]) -> str:
 
 
 def _legend(runs: Sequence[OpenRun], has_restarts: bool) -> str:
-    """Which colour is which; a run's name hides its curves."""
+    """The colours of the curves; clicking a run's name hides its curves."""
     if len(runs) == 1:
         entries = [f"<span>{_dot(number)}{name}</span>" for number, name in enumerate(LOSSES)]
     else:
@@ -216,7 +216,7 @@ def _samples(runs: Sequence[OpenRun]) -> Iterator[str]:
 
 
 def _samples_from(run: OpenRun, prompt: str | None, count: int, mark: str) -> Iterator[str]:
-    """What a run wrote from a prompt, the first beside the last and some between; the others unfold."""
+    """The samples of a run from a prompt: the first, the last and some between; the others are collapsed."""
     samples = [sample for sample in run.samples if sample.get("prompt") == prompt]
     shown = spread(samples, count)
     others = [sample for sample in samples if sample not in shown]
@@ -238,7 +238,7 @@ def _sample(run: OpenRun, sample: Mapping[str, Any], mark: str) -> str:
 
 
 def spread(items: Sequence[Any], count: int) -> list[Any]:
-    """At most `count` of them, evenly: the first and the last are among them."""
+    """At most `count` of them, evenly spaced, including the first and the last."""
     if len(items) <= count:
         return list(items)
     return [items[round(n * (len(items) - 1) / (count - 1))] for n in range(count)]
@@ -282,7 +282,7 @@ def _hardware(runs: Sequence[OpenRun]) -> Iterator[str]:
 
 
 def _table(head: Iterable[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Cells are HTML; a row's first names it."""
+    """A table; cells are HTML, and the first of a row is its header."""
     heads = "".join(f"<th{_right(n, numbers)}>{cell}</th>" for n, cell in enumerate(head))
     lines = [
         "<tr>" + f"<th>{row[0]}</th>" + "".join(_cell(n, cell, numbers) for n, cell in enumerate(row[1:], 1)) + "</tr>"

@@ -13,7 +13,7 @@ PAGE = "report.html"
 
 
 def write_report(folders: Sequence[str], out: str | None = None, svg: str | None = None) -> dict[str, int]:
-    """Write the page of some runs, and a picture where one is asked for: file -> bytes."""
+    """Write the page of some runs, and a picture if requested. Returns file -> bytes."""
     runs = [open_run(folder) for folder in folders]
     for run in runs:
         if not loss_curves([run], "step"):

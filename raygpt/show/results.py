@@ -63,7 +63,7 @@ def show_imported(run: "OpenRun") -> None:
 
 @contextlib.contextmanager
 def evaluating() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for each task while it is scored; nothing where there is no terminal."""
+    """A progress bar for each task; nothing without a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, TimeRemainingColumn(), console=err, transient=True, disable=not err.is_terminal) as bars:
         tasks: dict[str, TaskID] = {}
@@ -90,7 +90,7 @@ def show_scores(loaded: "LoadedModel", results: Mapping[str, "Figures"]) -> None
 
 
 def show_runs(runs: Sequence[Mapping[str, Any]]) -> None:
-    """A line for each, and below the table why those that failed did."""
+    """A line for each run, and below the table the errors of those that failed."""
     columns = ("name", "engine", "model", "step", "loss", "val loss", "tokens/s", "state", "last seen")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
@@ -104,7 +104,7 @@ def show_runs(runs: Sequence[Mapping[str, Any]]) -> None:
         )
         shape = run["engine"] or "–", run["model"] or "–"
         table.add_row(escape(run["name"]), *shape, _steps(run), *numbers, _state(run), ago(run["last_seen"]))
-    # As wide as it needs to be: a name that is cut short could not be typed.
+    # As wide as necessary: a truncated name could not be copied.
     Console(file=out.file, width=max(out.width, 200), highlight=False, force_terminal=out.is_terminal).print(table)
     for run in runs:
         if run["why"]:
@@ -132,7 +132,7 @@ def show_run(facts: Mapping[str, Any]) -> None:
 
 
 def show_report(files: Mapping[str, int]) -> None:
-    """Where the page and the picture lie."""
+    """The files of the page and the picture."""
     for file, count in files.items():
         hint = "; open it in a browser, it needs no network" if file.endswith(".html") else ""
         out.print(f"{escape(near(file))}  {size(count)}{hint}", soft_wrap=True)
@@ -145,7 +145,7 @@ def show_recipes(recipes: dict[str, str]) -> None:
 
 
 def show_keys(keys: Sequence["Key"]) -> None:
-    """What each is for, of which kind it is, and its default."""
+    """Description, type and default of each key."""
     out.print(table_of([(key.name, f"{key.description} ({key.type}; default {key.default})") for key in keys]))
 
 
@@ -157,11 +157,11 @@ def show_findings(findings: Sequence["Finding"]) -> None:
         table.add_row(MARKS[finding.state], finding.name, escape(finding.detail) + remedy)
     out.print(table)
     problems = sum(finding.state == "problem" for finding in findings)
-    out.print("\nReady." if not problems else f"\n{problems} to mend; ○ marks what only some recipes need.")
+    out.print("\nReady." if not problems else f"\n{problems} to fix; ○ marks what only some recipes need.")
 
 
 def show_speed(figures: dict[str, Any], verdict: str) -> None:
-    """What `raygpt bench` measured, and what to think of it."""
+    """What `raygpt bench` measured, and how it compares."""
     about, table = figures["about"], Table.grid(padding=(0, 2))
     table.add_row("device", escape(about["device"]))
     table.add_row("engine", f"{about['engine']}, {about['precision']}, attention by {about['attention']}")

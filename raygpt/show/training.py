@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def show_plan(run: "Prepared") -> None:
-    """Every number of a run, and the beginning of its first batch."""
+    """Every number of a run, and the start of its first batch."""
     out.print(table_of([(label, near(value)) for label, value in run.plan.lines()]))
     for store in run.corpus.stores:
         show_notes(store.index.notes)
@@ -51,13 +51,13 @@ def live_progress(steps: int) -> Iterator["Training"]:
 
 
 def tell_trouble(event: Event) -> None:
-    """Where standard output is for a program: warnings and the like, on standard error."""
+    """Print warnings and the like on standard error, when standard output is JSON for a program."""
     if said := _trouble(event):
         err.print(said, soft_wrap=True)
 
 
 def _trouble(event: Event) -> str:
-    """A warning, a fault, or what is waited for; nothing else."""
+    """The text of a warning, a fault, or a wait; empty for other events."""
     match event:
         case Warned(text):
             return f"[yellow]warning:[/] {escape(text)}"
@@ -69,7 +69,7 @@ def _trouble(event: Event) -> str:
 
 
 class Training:
-    """Watches a run; what it saw is in `events`."""
+    """Shows the events of a run, and keeps them in `events`."""
 
     def __init__(self, steps: int, live: Progress | None):
         self.events: list[Event] = []
@@ -107,7 +107,7 @@ class Training:
                     out.print(self._line(event), soft_wrap=True)
 
     def _once(self, label: str, value: str) -> None:
-        """Again only when it is another: workers that start anew mostly compute as before."""
+        """Print a value again only if it has changed: restarted workers usually compute as before."""
         if self._said.get(label) != value:
             out.print(table_of([(label, value)]))
             self._said[label] = value
@@ -137,7 +137,7 @@ def _score(name: str, value: float) -> str:
 
 
 def show_finished(run: "Prepared") -> None:
-    """Nothing was left to do."""
+    """The run was already finished."""
     out.print(
         f"{escape(near(run.plan.run_folder))} is trained to step {run.after} already. Set training.steps (or epochs) "
         "higher to go on, or run.name to begin another run.",
@@ -146,14 +146,14 @@ def show_finished(run: "Prepared") -> None:
 
 
 def show_stopped(result: "Result") -> None:
-    """It was asked to stop, and did."""
+    """The run was stopped on request."""
     folder = escape(near(result.path))
-    text = f"stopped after step {result.stopped}, which is saved in {folder}; the same command goes on from there"
+    text = f"stopped after step {result.stopped}, which is saved in {folder}; the same command resumes it"
     out.print(text, soft_wrap=True)
 
 
 def show_result(result: "Result", events: Sequence[Event]) -> None:
-    """What came of a run: the validation loss before and after, its last samples, and what to do next."""
+    """The result of a run: validation loss before and after, its last samples, and what to do next."""
     validated = [event.val_loss for event in events if isinstance(event, Validated)]
     losses = [loss for loss in validated if loss is not None]
     folder = near(result.path)
@@ -170,7 +170,7 @@ def show_result(result: "Result", events: Sequence[Event]) -> None:
 
 
 def _show_samples(samples: Sequence[Sampled]) -> None:
-    """Those of the last evaluation: one, or one for each prompt, which stands out in it."""
+    """The samples of the last evaluation: one, or one for each prompt, which is highlighted."""
     last = [sample for sample in samples if sample.step == samples[-1].step]
     for sample in last:
         prompt = sample.prompt

@@ -1,4 +1,4 @@
-"""A run that is killed again and again beside one that is not: the same losses, the same parameters, to the bit.
+"""Compares a run whose workers are killed again and again with an undisturbed one: bit-identical losses and state.
 
 from raygpt.testing.chaos import chaos
 
@@ -27,13 +27,13 @@ from raygpt.training.ray.launch import Result
 
 @dataclass(frozen=True)
 class Chaos:
-    """What came of it."""
+    """The result of the comparison."""
 
-    faults: list[str]  # that were asked for
-    struck: list[str]  # those that did, in that order; fewer where the run was over before
-    struck_at: list[int]  # the step of each: one in a save that was left out strikes in the next
+    faults: list[str]  # that were requested
+    struck: list[str]  # those that happened, in order; fewer if the run ended before
+    struck_at: list[int]  # the step of each: a fault in a skipped save happens in the next
     steps_repeated: list[int]  # because of each
-    restarts: int  # fewer where one struck before the workers of another had started again
+    restarts: int  # fewer if a fault happened before the workers had restarted after another
     is_identical: bool  # losses of every step, parameters and optimizer at the end
     undisturbed_s: float
     disturbed_s: float
@@ -65,9 +65,9 @@ def disturb(recipe: str, faults: list[str], *, home: str, **overrides: Any) -> C
 
 
 def choose_kills(recipe: Recipe, kills: int, seed: int) -> list[str]:
-    """Where and whom: ascending steps, each its own; every third while a checkpoint is written.
+    """Ascending, distinct steps and a rank for each; every third while a checkpoint is written.
 
-    Not while the last two are: where one is left out, another has to come in which the kill can strike.
+    Not during the last two checkpoints: if a save is skipped, there must be a later one for the kill.
     """
     chance = random.Random(seed)
     every, steps = int(recipe.training.checkpoint_every), recipe.steps
@@ -78,10 +78,10 @@ def choose_kills(recipe: Recipe, kills: int, seed: int) -> list[str]:
 
 
 def steps_repeated(strike: Strike, restarts: list[dict[str, Any]]) -> int:
-    """How many steps were taken again because of a fault, by the metrics' lines of restarts.
+    """How many steps were repeated because of a fault, from the restart lines of the metrics.
 
-    The first after it counts, also for another that struck in the meantime. One whose step was not reached yet is not
-    the fault's: that struck before anything was logged, and the run began anew without a line.
+    The first restart after it counts, also for a second fault before that restart. A restart after a step that the
+    fault had not reached belongs to another fault: this one came before anything was logged; its restart has no line.
     """
     after = next((line["step"] for line in restarts if line["time"] > strike.time), 0)
     return strike.reached - (after if after <= strike.reached else 0)

@@ -1,10 +1,10 @@
-"""Faults on purpose, to see what a run survives.
+"""Injects faults, to test what a run survives.
 
     RAYGPT_FAULTS="kill@20:1 hang@35 raise@50:0:always" raygpt train tiny cluster.workers=2
 
-Each is KIND@STEP, then the rank it strikes (0 unless said), `save` for the moment when a checkpoint is written but not
-yet committed, and `always` for one that strikes again whenever its moment comes again. A save may be left out, where
-the one before takes long: so a fault in a save strikes in the first at or after its step.
+Each is KIND@STEP, then the rank (default 0), `save` for the moment when a checkpoint is written but not yet committed,
+and `always` for a fault that repeats whenever its step is reached again. A save may be skipped if the previous one
+takes long, so a fault in a save happens in the first save at or after its step.
 """
 
 import json
@@ -25,7 +25,7 @@ Moment = Literal["step", "save"]
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens when a worker comes to a step."""
+    """What happens to a worker at a step."""
 
     kind: Kind
     step: int
@@ -34,14 +34,14 @@ class Fault:
     once: bool = True
 
     def is_met(self, step: int, rank: int, when: Moment) -> bool:
-        """Whether a worker that comes there meets it."""
+        """Whether the fault applies to a worker at this step."""
         has_come = step >= self.step if when == "save" else step == self.step
         return has_come and (rank, when) == (self.rank, self.when)
 
     def happen(self) -> None:
-        """Do it to this process."""
+        """Apply the fault to this process."""
         if self.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)  # also what an operating system does that is out of memory
+            os.kill(os.getpid(), signal.SIGKILL)  # as the operating system does when out of memory
         if self.kind == "segfault":
             os.kill(os.getpid(), signal.SIGSEGV)
         if self.kind == "raise":
@@ -52,24 +52,24 @@ class Fault:
 
 @dataclass(frozen=True)
 class Strike:
-    """A fault that has struck; the last time, where it strikes always."""
+    """A fault that has happened; its last time, if it repeats."""
 
-    number: int  # of the fault among those that were asked for, from 0
-    step: int  # that the worker came to, or that was being saved
-    reached: int  # the last step that the worker had taken: training goes on while a checkpoint is written
+    number: int  # index of the fault among the requested ones
+    step: int  # that the worker reached, or that was being saved
+    reached: int  # the last step that the worker had taken: training continues while a checkpoint is written
     time: float  # in seconds since 1970, as in the metrics
 
 
 @dataclass
 class Faults:
-    """All that are to strike a run; what has struck is noted in its directory, since the worker may not live on."""
+    """The faults of a run; those that happened are recorded in its directory, since the worker may die."""
 
     faults: tuple[Fault, ...] = ()
     run_folder: str = ""
     _reached: int = 0  # the last step that this worker has taken
 
     def strike(self, step: int, rank: int, when: Moment = "step") -> None:
-        """A worker comes to a step, or has written its part of that step's checkpoint."""
+        """Apply the faults of a step: a worker reached it, or has written its part of that step's checkpoint."""
         self._reached = step - 1 if when == "step" else max(step, self._reached)
         for number, fault in enumerate(self.faults):
             if fault.is_met(step, rank, when) and not (fault.once and storage.exists(self._note(number))):
@@ -77,7 +77,7 @@ class Faults:
                 fault.happen()
 
     def struck(self) -> list[Strike]:
-        """Those that have, in the order in which they did."""
+        """The faults that have happened, in order."""
         notes = [note for note in map(self._note, range(len(self.faults))) if storage.exists(note)]
         return sorted((Strike(**storage.read_json(note)) for note in notes), key=lambda strike: strike.time)
 
@@ -89,12 +89,12 @@ class Faults:
 
 
 def from_environment(run_folder: str) -> Faults:
-    """The faults that the environment asks for; mostly none."""
+    """The faults that the environment variable requests; usually none."""
     return Faults(tuple(map(parse, os.environ.get(VARIABLE, "").split())), run_folder)
 
 
 def parse(text: str) -> Fault:
-    """A fault of its text, e.g. kill@20:1:always."""
+    """Parse a fault, e.g. kill@20:1:always."""
     found = re.fullmatch(r"([a-z]+)@([0-9]+)((?::(?:[0-9]+|save|always))*)", text)
     if not found or found[1] not in get_args(Kind):
         raise RaygptError(

@@ -1,16 +1,16 @@
-"""How fast steps are taken."""
+"""Training speed in steps per second."""
 
 import time
 
 
 class Clock:
-    """Steps per second between two moments at which the device had done a step."""
+    """Steps per second between two laps, each taken when the device has finished a step."""
 
     def __init__(self, step: int = 0) -> None:
         self.restart(step)
 
     def restart(self, step: int) -> None:
-        """Begin anew, after something that is not training."""
+        """Start measuring again, after something that is not training."""
         self.step, self._since = step, time.perf_counter()
 
     def lap(self, step: int) -> float:

@@ -1,4 +1,4 @@
-"""Whether a run diverges: a loss that is not a number ends it, a spike is a warning or an error as the recipe says."""
+"""Detects divergence: a non-finite loss ends the run; a spike is a warning or an error, as the recipe says."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,14 +8,14 @@ from raygpt.errors import RaygptError
 
 
 class DivergenceCheck:
-    """Looks at the metrics of steps, some of them twice: when they are logged, and when they are saved."""
+    """Checks the metrics of steps when they are logged, and again before they are saved."""
 
     def __init__(self, training: Training, warn: Callable[[str], None]):
         self._training, self._warn = training, warn
-        self._spikes = 0.0  # known so far
+        self._spikes = 0.0  # reported so far
 
     def begin(self, metrics: Mapping[str, float]) -> None:
-        """Spikes that a restored state has counted are no news."""
+        """Do not report spikes that the restored state has counted already."""
         self._spikes = metrics["spikes"]
 
     def check_logged(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -24,22 +24,22 @@ class DivergenceCheck:
         self._check_spikes(step, metrics["spikes"])
 
     def check_saved(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Raise where a state must not be saved: with `on_spike: stop` also after a spike."""
+        """Raise if the state must not be saved; with `on_spike: stop` also after a spike."""
         self._check_finite(step, metrics)
         if self._training.on_spike == "stop":
             self._check_spikes(step, metrics["spikes"])
 
     def _check_finite(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Loss and gradient are numbers, or the run ends here, with the checkpoints that it has.
+        """Raise if the loss or the gradient norm is not finite.
 
-        In fp16 a gradient may overflow: such a step was left out, and changed nothing.
+        In fp16 a gradient may overflow; the engine skipped that step, and the state did not change.
         """
         is_sound = math.isfinite(metrics["grad_norm"]) or metrics["skipped"]
         if self._training.on_nan == "skip" or (math.isfinite(metrics["loss"]) and is_sound):
             return
         raise RaygptError(
             f"the loss is not a number any more at step {step} (loss {metrics['loss']}, gradient norm "
-            f"{metrics['grad_norm']}); the checkpoints before it are whole. Lower optimizer.learning_rate, lengthen "
+            f"{metrics['grad_norm']}); the checkpoints before it are intact. Lower optimizer.learning_rate, lengthen "
             "schedule.warmup_steps, or write training.on_nan: skip to leave such steps out"
         )
 
@@ -50,7 +50,7 @@ class DivergenceCheck:
         text = f"loss or gradient norm was {self._training.spike_sigmas:g} standard deviations above what is usual"
         if self._training.on_spike == "stop":
             raise RaygptError(
-                f"{text}, at or before step {step}; the checkpoints before it are whole. Lower "
+                f"{text}, at or before step {step}; the checkpoints before it are intact. Lower "
                 "optimizer.learning_rate, or write training.on_spike: skip to leave such steps out"
             )
         self._warn(f"{text} in {news:.0f} of the steps up to {step}")

@@ -1,4 +1,4 @@
-"""Evaluation while a run trains: loss over the validation set, scores of tasks, samples of what the model writes."""
+"""Evaluation during training: validation loss, task scores, and samples of generated text."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from raygpt.training.task import Task
 
 
 class InTraining(NamedTuple):
-    """A model in training, as tasks score one."""
+    """A model in training, as the tasks need it."""
 
     tokenizer: Tokenizer
     reader: Engine
@@ -24,7 +24,7 @@ class InTraining(NamedTuple):
 
 
 class Evaluation:
-    """Evaluates states of one run, in all workers alike."""
+    """Evaluates states of one run; all workers do the same."""
 
     def __init__(self, task: Task, engine: Engine, session: Session):
         self._task, self._engine, self._session = task, engine, session
@@ -46,7 +46,7 @@ class Evaluation:
         self._session.beat(step)
 
     def _val_loss(self, state: Any, go_on: Callable[[], None]) -> float | None:
-        """Mean over the validation set, or the part that the recipe says; None without one."""
+        """Mean over the validation set, or its first `eval_rows` rows; None if there is no validation set."""
         losses = []
         context, rows = self._engine.context, self._engine.micro_rows
         for windows in val_windows(self._task.val, context, rows, self._training.eval_rows):
@@ -55,7 +55,7 @@ class Evaluation:
         return float(np.concatenate(losses).mean(dtype=np.float64)) if losses else None
 
     def _task_scores(self, state: Any, go_on: Callable[[], None]) -> dict[str, float]:
-        """Of the recipe's tasks: lambada_acc, lambada_perplexity and so on."""
+        """Scores of the recipe's tasks by metric name: lambada_acc, lambada_perplexity and so on."""
         model = InTraining(self._task.tokenizer, self._engine, state)
         found: dict[str, float] = {}
         for name, items in self._task.eval_items.items():
@@ -64,12 +64,12 @@ class Evaluation:
         return found
 
     def _keep_loss(self, step: int, loss: float | None) -> None:
-        """Beside the checkpoints, for the choice of those that are kept."""
+        """Record the loss beside the checkpoints; it decides which of them are kept."""
         checkpoints.write_val_loss(self._task.run_folder, step, loss)
         checkpoints.prune(self._task.run_folder, self._task.recipe.run, step)
 
     def _sample(self, state: Any, step: int) -> None:
-        """What the model writes from each of the recipe's prompts, always with the same seed."""
+        """Generate a text from each of the recipe's prompts, always with the same seed."""
         asked, tokenizer = self._training.prompts, self._task.tokenizer
         texts = prompts.write(self._engine, state, tokenizer, asked, self._training.seed)
         for sample in records.samples_of(step, texts, asked):

@@ -1,4 +1,4 @@
-"""What a run tells those who watch it: one small class for each kind of event."""
+"""Events of a run, one small class for each kind. The console, the trackers and the driver receive them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,10 +18,10 @@ class Metrics(Event):
 
     step: int
     values: Mapping[str, Any] = field(default_factory=dict)
-    time: float | None = None  # seconds since 1970, when it was recorded
+    time: float | None = None  # when it was recorded, in seconds since 1970
 
     def line(self) -> dict[str, Any]:
-        """As it is written."""
+        """The line as a dict, as it is written."""
         return {"step": self.step, **self.values, **({} if self.time is None else {"time": self.time})}
 
 
@@ -45,7 +45,7 @@ class Validated(Metrics):
 
 @dataclass(frozen=True)
 class Restarted(Metrics):
-    """The run went on after this step."""
+    """The run was resumed after this step."""
 
     values: Mapping[str, Any] = field(default_factory=lambda: {"restart": True})
 
@@ -55,21 +55,21 @@ class Restarted(Metrics):
 
 @dataclass(frozen=True)
 class Started(Event):
-    """Workers have started; what they compute with, for people."""
+    """Workers have started; a description of what they compute with."""
 
     about: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class BatchSplit(Event):
-    """How a batch is cut to fit the devices."""
+    """How a batch is split to fit the devices."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Resumed(Event):
-    """The run goes on from a checkpoint, or begins from another run's."""
+    """The run was restored from a checkpoint, its own or another run's."""
 
     step: int
     folder: str
@@ -78,7 +78,7 @@ class Resumed(Event):
 
 @dataclass(frozen=True)
 class Sampled(Event):
-    """What the model writes at a step, from a prompt of the recipe where it has any."""
+    """Text that the model generated at a step, from a prompt of the recipe if it has any."""
 
     step: int
     text: str
@@ -87,7 +87,7 @@ class Sampled(Event):
 
 @dataclass(frozen=True)
 class CheckpointSaved(Event):
-    """A checkpoint is whole; how long that took."""
+    """A checkpoint was committed; how long that took."""
 
     step: int
     folder: str
@@ -96,7 +96,7 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True)
 class ProfileWritten(Event):
-    """A trace of some steps is in a file."""
+    """The profile of some steps was written to a file."""
 
     file: str
 
@@ -110,7 +110,7 @@ class Stopped(Event):
 
 @dataclass(frozen=True)
 class Finished(Event):
-    """The last step is taken, saved and evaluated."""
+    """The last step was taken, saved and evaluated."""
 
     step: int
 
@@ -120,17 +120,17 @@ class Finished(Event):
 
 @dataclass(frozen=True)
 class Message(Event):
-    """Text to show at once."""
+    """Text to show immediately."""
 
     text: str
 
 
 class Warned(Message):
-    """Something that is no reason to end."""
+    """A problem that does not end the run."""
 
 
 class FaultHandled(Message):
-    """Workers were lost, or are about to be replaced, and start again."""
+    """Workers were lost or are about to be replaced; they start again."""
 
 
 class Waiting(Message):
@@ -142,7 +142,7 @@ class StopRequested(Message):
 
 
 class GivenUp(Message):
-    """Why the workers are not started again: it becomes the run's error."""
+    """Why the workers are not started again; this becomes the run's error."""
 
 
 # User functions
@@ -150,6 +150,6 @@ class GivenUp(Message):
 
 @dataclass(frozen=True)
 class Reported(Event):
-    """What a user function reported, with the path of its checkpoint where there was one."""
+    """Metrics that a user function reported, and the path of its checkpoint if there was one."""
 
     metrics: Mapping[str, Any]

@@ -1,9 +1,9 @@
 """The training loop, the same for every engine; it runs in every worker.
 
-    restore or start, then for each step: take the batch that was read ahead, step; now and then log, save, evaluate.
+Restore or initialise the state; then for each step take the prefetched batch and compute; if due, log, save, evaluate.
 
-The device is never made to wait: a thread reads batches and puts them on it while the one before is computed, another
-waits for the metrics of the steps that are logged, and checkpoints are written behind.
+The device never waits: one thread reads batches and copies them to the device while the previous one is computed,
+another waits for the metrics of logged steps, and checkpoints are written in the background.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ AHEAD = 2  # batches on the device before they are needed
 
 
 class EvaluationStoppedError(Exception):
-    """All workers are to end, and an evaluation does not hold them up."""
+    """All workers were ordered to stop during an evaluation, which is cut short."""
 
 
 class Loop:
-    """One run of a task on an engine."""
+    """Trains one task on one engine."""
 
     def __init__(self, task: Task, engine: Engine, session: Session):
         self._task, self._engine, self._session = task, engine, session
@@ -51,10 +51,10 @@ class Loop:
         self._evaluation = Evaluation(task, engine, session)
         self._polling = Polling(session)
         self._profile = self._make_profile()
-        self._is_save_ordered = False  # until one is begun
+        self._is_save_ordered = False  # until a save has begun
 
     def run(self) -> Any:
-        """Train from where the run stands to the last step, or until it is stopped; the final state comes back."""
+        """Train from the newest checkpoint to the last step, or until stopped. Returns the final state."""
         state, first = self._begin()
         self._polling = Polling(self._session, first)
         for step, batch in enumerate(self._batches(first), start=first + 1):
@@ -65,7 +65,7 @@ class Loop:
                 self._log.put(step, metrics)
             orders = self._poll_if_due(step, metrics)
             self._save_if_due(state, step, metrics, orders)
-            if self._is_evaluated(step) and not orders.stop:  # a run that is stopped evaluates when it goes on
+            if self._is_evaluated(step) and not orders.stop:  # a stopped run evaluates when it is resumed
                 orders = self._evaluate(state, step, metrics)
             self._saving.look()
             if orders.stop or step == self._steps:
@@ -86,15 +86,17 @@ class Loop:
     # The beginning
 
     def _begin(self) -> tuple[Any, int]:
-        """The state and step to go on from: the newest whole checkpoint's, another run's, or those before step 1."""
+        """The first state and its step: from the newest complete checkpoint, another run's, or newly initialised."""
         about, folder = {**self._about, "workers": str(self._session.workers)}, self._task.run_folder
         self._session.emit(Started(about))
         write_or_warn(self._session, "what it runs on", lambda: records.write_about(folder, about))
-        self._session.rest()  # what is fetched takes as long as it takes; storage has time limits of its own
+        self._session.rest()  # fetching may take any time; storage has its own time limits
         checkpoint = self._newest()
         source = checkpoint or self._task.start_from
         step = source.step if source else 0
-        is_due = self._is_evaluated(step) or checkpoint is None  # it is new, or was killed between save and score
+        is_due = (
+            self._is_evaluated(step) or checkpoint is None
+        )  # a new run, or one that was killed between saving and validating
         is_due = is_due and bool(self._session.decide(lambda: not checkpoints.is_evaluated(folder, step)))
         self._session.resume(step, is_validated=not is_due)
         if source:
@@ -108,7 +110,7 @@ class Loop:
         return state, step
 
     def _newest(self) -> Checkpoint | None:
-        """The run's newest whole checkpoint, which rank 0 looks for: reading all of it to be sure takes a while."""
+        """The run's newest complete checkpoint. Only rank 0 searches: verifying the checksums reads all of it."""
 
         def look() -> int:
             found, warnings = checkpoints.newest(self._task.run_folder)
@@ -122,7 +124,7 @@ class Loop:
         return None if step < 0 else Checkpoint(step, checkpoints.folder_of(self._task.run_folder, step))
 
     def _restore(self, checkpoint: Checkpoint, folder: str) -> Any:
-        """Its state, from its files in a folder; one that the other engine wrote comes by way of plain arrays."""
+        """The state of a checkpoint with its files in `folder`; the other engine's is converted by plain arrays."""
         writer = checkpoints.facts(checkpoint)["engine"]
         if writer == self._task.recipe.engine:
             return self._engine.restore(folder)
@@ -132,7 +134,7 @@ class Loop:
     # A step
 
     def _batches(self, first: int) -> Iterator[Any]:
-        """The batch of every step from the first on, read ahead. Step n, counted from 1, consumes batch n-1."""
+        """The batches from step `first` on, prefetched. Steps are numbered from 1: step n consumes batch n-1."""
         rows = self._engine.rows
         read = (self._engine.put(self._task.feed.rows(n, rows)) for n in range(first, self._steps))
         for batch, waited in prefetch(read, AHEAD):
@@ -149,12 +151,12 @@ class Loop:
         return state, metrics
 
     def _begin_measuring(self, step: int, metrics: Any) -> None:
-        """After the first step, which is compiled: that is no measure of speed."""
+        """Start the clock after the first step, which includes compilation."""
         self._divergence.begin(self._engine.read(metrics))
         self._log.restart(step)
 
     def _make_profile(self) -> Profile:
-        """Of the steps that are asked for, in one worker; mostly of none."""
+        """The profiler of the requested steps, in one worker; usually there are none."""
         asked = self._task.profile if self._session.rank == 0 else None
         return Profile(*(asked or (0, 0)), self._task.run_folder, self._task.recipe.engine)
 
@@ -165,7 +167,7 @@ class Loop:
     # After a step
 
     def _record(self, step: int, metrics: Any, waited: float, clock: Clock) -> None:
-        """Log a step when the device has done it."""
+        """Log a step once the device has finished it."""
         read = self._engine.read(metrics)
         self._divergence.check_logged(step, read)
         for count in ("skipped", "spikes"):
@@ -173,18 +175,18 @@ class Loop:
                 read.pop(count)
         values = {**read, "tokens": step * self._training.batch_tokens}
         steps_per_s = clock.lap(step)
-        if steps_per_s:  # none for the first step, which is compiled
+        if steps_per_s:  # none for the first step, which includes compilation
             speed = values["tokens_per_s"] = steps_per_s * self._training.batch_tokens
             share = mfu(speed, self._task.flops_per_token, self._about["device"], self._engine.device_count)
             values |= {} if share is None else {"mfu": share}
         self._session.record(StepLogged(step, {**values, "data_wait_s": waited}))
 
     def _poll_if_due(self, step: int, metrics: Any) -> Orders:
-        """What is wanted of all workers: asked after every step that is logged, and at least every few seconds."""
+        """The orders for all workers. They poll after every logged step, and at least every few seconds."""
         if not self._is_logged(step):
             if not self._polling.is_due(step):
                 return Orders()
-            self._engine.read(metrics)  # or the device would be far behind the step that is asked about
+            self._engine.read(metrics)  # otherwise the device would be far behind this step
         return self._polling.poll(step)
 
     def _save_if_due(self, state: Any, step: int, metrics: Any, orders: Orders) -> None:
@@ -194,19 +196,18 @@ class Loop:
             self._save(state, step, metrics, is_end)
 
     def _save(self, state: Any, step: int, metrics: Any, is_end: bool = False) -> None:
-        """Begin a checkpoint, if the one before lets us."""
+        """Start a checkpoint, unless the previous one is still being written."""
         if self._saving.begin(state, step, metrics, is_end):
             self._is_save_ordered = False
 
     def _before_commit(self, step: int, metrics: dict[str, float]) -> None:
-        """Refuse a state that diverges, and see to it that what was logged up to it is written first: nobody will log
-        that again."""
+        """Refuse a diverged state, and first write the metrics up to it: a resumed run does not log them again."""
         self._divergence.check_saved(step, metrics)
         self._log.wait_for(step)
 
     def _evaluate(self, state: Any, step: int, metrics: Any) -> Orders:
-        """Evaluate, and poll after its parts: save on the way where that is ordered, and return at once, with the
-        order, where all workers are to stop."""
+        """Evaluate, polling after each part: save in between if ordered to, and return early, with the order, if all
+        workers are to stop."""
         polling, parts = Polling(self._session), itertools.count(1)
 
         def after_part() -> None:
@@ -229,7 +230,7 @@ class Loop:
         return orders
 
     def _finish(self, state: Any, step: int, metrics: Any, orders: Orders) -> None:
-        """Everything is logged and saved."""
+        """Log and save everything."""
         self._log.flush()
         self._saving.finish(state, step, metrics)
         self._session.emit(Stopped(step) if orders.stop else Finished(step))

@@ -1,10 +1,9 @@
-"""Speed in the terms that people compare: tokens per second, and the share of the hardware's peak (MFU)."""
+"""Model FLOPs utilisation (MFU): the achieved fraction of the hardware's peak."""
 
 import re
 
-# Dense bf16 (fp16 where there is no bf16) FLOP/s by what a device calls itself. The H200's is the one that our
-# measurements use; the others are yet to be checked against the makers' data sheets.
-# A longer name stands before the shorter one that it begins with.
+# Dense bf16 (fp16 where there is no bf16) FLOP/s by the device's reported name. Our measurements use the H200's; the
+# others have not been checked against the makers' data sheets yet. A longer name comes before its prefix.
 PEAK_FLOPS = {
     "NVIDIA B200": 2250e12,
     "NVIDIA H200 NVL": 835e12,
@@ -32,11 +31,11 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: str) -> float | None:
-    """The peak of a device, or None for one that is not in the table (a CPU has no useful one)."""
+    """The peak of a device, or None if it is not in the table (a CPU has no useful peak)."""
     return next((peak for name, peak in PEAK_FLOPS.items() if re.match(rf"{name}\b", device)), None)
 
 
 def mfu(tokens_per_s: float, flops_per_token: int, device: str, devices: int) -> float | None:
-    """Model FLOPs utilisation: FLOPs that the model needs per second, over what the devices could do."""
+    """FLOPs per second that the model needs, divided by the devices' peak."""
     peak = peak_flops(device)
     return None if peak is None else tokens_per_s * flops_per_token / (peak * devices)

@@ -1,4 +1,4 @@
-"""Every number that follows from a recipe and its corpus, and how a batch is cut to fit the devices."""
+"""Every number that follows from a recipe and its corpus, and how a batch is split to fit the devices."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -14,18 +14,18 @@ from raygpt.models import describe
 from raygpt.models.memory import row_bytes, state_bytes
 from raygpt.recipes.explain import explain_first
 
-LOGITS = 2**28  # at most so many at a time, of 10 bytes each: fp32, their gradient, their exponentials
+LOGITS = 2**28  # at most this many at a time, of 10 bytes each: fp32, their gradient, their exponentials
 LOGIT_BYTES = 10
 USABLE = 0.8  # of a device's memory; the rest is for temporary buffers and fragmentation
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will be, whatever computes it."""
+    """The numbers of a run that do not depend on the hardware."""
 
     parameters: int
     vocab: int
-    train_tokens: int | None  # None where they are still being made
+    train_tokens: int | None  # None while the corpus is still being tokenised
     val_tokens: int
     steps: int
     rows: int  # of a batch
@@ -46,11 +46,11 @@ class Plan:
         return self.tokens / self.train_tokens if self.train_tokens else None
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON."""
+        """The plan as JSON values."""
         return {**asdict(self), "batch_tokens": self.batch_tokens, "tokens": self.tokens, "epochs": self.epochs}
 
     def lines(self) -> list[tuple[str, str]]:
-        """Label and value of each number, for people."""
+        """Label and value of each number, for the console."""
         to_train_on = (
             "tokenised while it trains" if self.train_tokens is None else f"{self.train_tokens:,} tokens to train on"
         )
@@ -73,7 +73,7 @@ class Plan:
 
 
 def in_steps(recipe: Recipe, windows: int) -> Recipe:
-    """The recipe with its epochs turned into steps: one is as many as it takes to see all of these windows."""
+    """The recipe with epochs converted to steps; an epoch is as many steps as it takes to see all windows."""
     training = recipe.training
     epoch = -(-windows // recipe.rows)
     steps = training.steps if training.epochs is None else math.ceil(training.epochs * epoch)
@@ -81,7 +81,7 @@ def in_steps(recipe: Recipe, windows: int) -> Recipe:
     lengths |= {key: epoch for key in ("eval_every", "checkpoint_every") if getattr(training, key) == "epoch"}
     try:
         return Recipe.model_validate(dict(recipe) | {"training": training.model_copy(update=lengths)})
-    except ValidationError as error:  # a warm-up that is longer than the steps
+    except ValidationError as error:  # a warm-up longer than the run
         raise RaygptError(explain_first(error)) from None
 
 
@@ -103,10 +103,10 @@ def make_plan(recipe: Recipe, *, vocab: int, train_tokens: int | None, val_token
 
 @dataclass(frozen=True)
 class Split:
-    """How a batch is computed: some rows at a time, shared out over the devices, one part after another."""
+    """How a batch is split: into micro-batches, each distributed over the devices."""
 
     rows: int
-    micro_rows: int  # at a time, over all devices
+    micro_rows: int  # of a micro-batch, over all devices
     accumulation: int
     devices: int
     memory_bytes: int  # estimated, per device
@@ -121,9 +121,9 @@ class Split:
 
 
 def split_batch(recipe: Recipe, vocab: int, devices: Devices) -> Split:
-    """In as few parts as fit into the devices' memory, or in as many as the recipe says."""
+    """Split into as few micro-batches as fit into the devices' memory, or into as many as the recipe says."""
     mesh = recipe.cluster.mesh.over(devices.count)
-    across = mesh["data"] * mesh["fsdp"]  # groups of devices with rows of their own
+    across = mesh["data"] * mesh["fsdp"]  # groups of devices, each with different rows
     rows_each = -(-recipe.rows // across)
     description = describe(recipe.model, vocab)
     state = state_bytes(description, mesh["fsdp"] * mesh["tensor"])

@@ -1,4 +1,4 @@
-"""When the workers poll for orders. All poll after the same steps, or after the same parts of a validation."""
+"""When the workers poll for orders: all after the same steps, or after the same parts of a validation."""
 
 from raygpt.training.clock import Clock
 from raygpt.training.session import Orders, Session
@@ -13,17 +13,17 @@ class Polling:
 
     def __init__(self, session: Session, done: int = 0):
         self._session, self._clock = session, Clock(done)
-        self._next = done + 2  # the first is compiled
+        self._next = done + 2  # the first includes compilation
 
     def restart(self, done: int) -> None:
-        """Measure the speed anew, after something that is not training."""
+        """Start measuring the speed again, after something that is not training."""
         self._clock.restart(done)
 
     def is_due(self, done: int) -> bool:
         return done == self._next
 
     def poll(self, done: int) -> Orders:
-        """The orders; the speed since the last poll says when the next is due."""
+        """The orders; the speed since the last poll decides when the next is due."""
         timed = done - self._clock.step
         orders = self._session.orders(self._clock.lap(done))
         self._next = done + min(MAX_GROWTH * timed, orders.next_poll_in_steps)

@@ -1,4 +1,4 @@
-"""Items made by a thread before they are needed."""
+"""Prefetching in a thread."""
 
 import contextlib
 import queue
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def prefetch(items: Iterator[Any], ahead: int) -> Iterator[tuple[Any, float]]:
-    """The items, made by a thread up to `ahead` before they are asked for; with each, how long it was waited for."""
+    """Yield each item with the seconds waited for it. A thread makes up to `ahead` items in advance."""
     ready: queue.Queue[tuple[str, Any]] = queue.Queue(ahead)
     stopped = threading.Event()
 
@@ -36,4 +36,4 @@ def prefetch(items: Iterator[Any], ahead: int) -> Iterator[tuple[Any, float]]:
     finally:
         stopped.set()
         with contextlib.suppress(queue.Empty):
-            ready.get_nowait()  # a thread that waits for room sees that it should stop
+            ready.get_nowait()  # wakes a thread that waits for room, so that it sees that it should stop

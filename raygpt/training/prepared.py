@@ -1,4 +1,4 @@
-"""From a recipe to a run that is ready to start: corpus, plan, and everything that can be refused before."""
+"""From a recipe to a run that is ready to start: corpus, plan, and every check that is possible before the start."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ class Prepared:
     """A run that is ready to start."""
 
     recipe: Recipe  # with every length in steps
-    asked: Recipe  # as it was written: epochs stay epochs
+    asked: Recipe  # as it was written, with epochs not converted
     corpus: Mixture
     plan: Plan
     feed: Feed
-    after: int  # the step that it goes on after; 0 for a new one
+    after: int  # the step to resume after; 0 for a new run
     start_from: Checkpoint | None
     eval_items: Mapping[str, Sequence[Item]]
 
@@ -40,21 +40,21 @@ class Prepared:
         return self.after >= self.plan.steps and checkpoints.is_evaluated(self.plan.run_folder, self.after)
 
     def task(self, profile: tuple[int, int] | None) -> Task:
-        """What its workers do."""
+        """The task that its workers get."""
         folder = self.plan.run_folder
         val, struck = tuple(store.val for store in self.corpus.stores), faults.from_environment(folder)
         return Task(self.recipe, self.feed, val, folder, self.start_from, self.eval_items, profile, struck)
 
 
 def run_folder_of(recipe: Recipe) -> str:
-    """Where a recipe's run lies."""
+    """The folder of a recipe's run."""
     return storage.join(storage.absolute(recipe.run.storage), str(recipe.run.name))
 
 
 def prepare_run(recipe: Recipe, watch: Watch, force: bool, spare_cpus: Callable[[], float]) -> Prepared:
-    """Prepare the corpus, or begin to; work out every number; refuse what cannot be.
+    """Prepare the corpus, or start to; compute the plan; refuse what cannot work.
 
-    `spare_cpus` says how many CPUs the workers leave to tokenise while they train.
+    `spare_cpus` returns how many CPUs the workers leave for tokenising during training.
     """
     home, folder = storage.absolute(recipe.run.storage), run_folder_of(recipe)
     tracking.require(recipe.track, folder)
@@ -65,7 +65,7 @@ def prepare_run(recipe: Recipe, watch: Watch, force: bool, spare_cpus: Callable[
     try:
         context, seed = recipe.model.context, recipe.training.seed
         feed = corpus.feed(context=context, batch_rows=recipe.rows, order=recipe.data.order, seed=seed)
-        feed.rows(0)  # a corpus that is too short, or not of its tokenizer, is refused here
+        feed.rows(0)  # refuses a corpus that is too short, or of another tokenizer
         known = in_steps(recipe, corpus.windows(context))
         plan = make_plan(
             known,
@@ -74,10 +74,10 @@ def prepare_run(recipe: Recipe, watch: Watch, force: bool, spare_cpus: Callable[
             val_tokens=corpus.val_tokens,
             run_folder=folder,
         )
-        prompts.encode(corpus.tokenizer, known.training.prompts, context)  # refuses what cannot be written on
+        prompts.encode(corpus.tokenizer, known.training.prompts, context)  # refuses prompts that cannot be continued
         tokenizer = tokenizers.fingerprint(corpus.tokenizer)
         resume.check_text(folder, after, tokenizer, [stream.index.fingerprint for stream in feed.streams], force)
-        if after >= plan.steps:  # its last checkpoint had better be whole
+        if after >= plan.steps:  # finished, if its last checkpoint is complete
             found, _ = checkpoints.newest(folder)
             after = found.step if found else 0
         start_from = resume.fork(known, home, tokenizer, after)
@@ -88,7 +88,7 @@ def prepare_run(recipe: Recipe, watch: Watch, force: bool, spare_cpus: Callable[
 
 
 def _open_corpus(recipe: Recipe, stores: str, watch: Watch, spare_cpus: Callable[[], float]) -> Mixture:
-    """Whole, or while it is tokenised where its order allows it and the workers leave a CPU to do so."""
+    """The complete corpus; or, if its order allows it and a CPU is free, one that is tokenised during training."""
     text = growing_text(recipe.data, stores)
     if text and (asked := recipe.training.in_epochs):
         raise RaygptError(
@@ -101,6 +101,6 @@ def _open_corpus(recipe: Recipe, stores: str, watch: Watch, spare_cpus: Callable
 
 
 def _read_eval_items(recipe: Recipe) -> dict[str, Sequence[Item]]:
-    """The items of each task that is scored on the way: read once, here, where a missing file is found at once."""
+    """The items of each task to evaluate during training; read before the start, so that a missing file is found."""
     asked = recipe.training
     return {name: read_items(name, path, asked.eval_items) for name, path in choose(asked.eval_tasks).items()}

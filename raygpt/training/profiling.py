@@ -1,9 +1,9 @@
-"""A profile of some steps, by the engine's own profiler: RUN/profile/steps-20-25.json.gz opens in ui.perfetto.dev.
+"""Profiles some steps with the engine's profiler: RUN/profile/steps-20-25.json.gz opens in ui.perfetto.dev.
 
     profile = Profile(20, 25, run_folder, "jax")
     for each step: profile.before(step); …; profile.after(step, wait for the device)
 
-What the profiler writes goes to a folder of this machine first: a run may lie on s3.
+The profiler writes to a local folder first, because a run may be on s3.
 """
 
 import importlib
@@ -29,7 +29,7 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 
 class Profile:
-    """Begins before the first of its steps that comes, ends after the last."""
+    """Profiles a range of steps."""
 
     def __init__(self, first: int, last: int, run_folder: str, engine: str):
         self._first, self._last, self._run_folder = first, last, run_folder
@@ -37,20 +37,20 @@ class Profile:
         self._aside: tempfile.TemporaryDirectory[str] | None = None
 
     def before(self, step: int) -> None:
-        """A run that is resumed among the steps is traced from there."""
+        """Start, if the step is in the range: a run that is resumed within it is profiled from there."""
         if self._first <= step <= self._last and self._aside is None:
             self._aside = tempfile.TemporaryDirectory(prefix="raygpt-profile-")
             self._tracer.start(Path(self._aside.name))
 
     def after(self, step: int, wait: Callable[[], object] = lambda: None) -> str | None:
-        """The file, once it is written. `wait` ends when the device has done the step, which the host runs ahead of."""
+        """Return the file once it is written. `wait` blocks until the device has finished the step."""
         if self._aside is None or step < self._last:
             return None
         wait()
         return self.close()
 
     def close(self) -> str | None:
-        """End it and keep what there is; nothing where it never began or has ended."""
+        """Stop and keep what was recorded; does nothing if it never started or has stopped."""
         if self._aside is None:
             return None
         aside, self._aside = self._aside, None
@@ -67,7 +67,7 @@ class Profile:
         return importlib.import_module(f"raygpt.engines.{self._engine}.trace")
 
     def _keep_the_rest(self, folder: Path, but: Path) -> None:
-        """What TensorBoard's profile plugin reads, in the folders where it looks for it."""
+        """Keep the files of TensorBoard's profile plugin, in the folders where it expects them."""
         for path in folder.rglob("*"):
             if path.is_file() and path != but:
                 storage.write_bytes(

@@ -1,4 +1,4 @@
-"""Whether a recipe goes on with the run that lies in its folder, and what a new one starts from."""
+"""Checks whether a recipe may resume the run in its folder, and finds the checkpoint that a fork starts from."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ from raygpt.recipes.explain import flat
 from raygpt.runs import RECIPE, checkpoints
 from raygpt.runs.checkpoints import Checkpoint
 
-# Of keys that may change, some change the numbers: another arithmetic rounds otherwise (cluster, compile, remat,
-# accumulation, deterministic), and on_nan and on_spike leave steps out. The batches stay.
+# Some of the keys that may change do change the numbers: cluster, compile, remat, accumulation and deterministic change
+# the rounding, and on_nan and on_spike skip steps. The batches stay the same.
 FREE = keys_that(May.CHANGE)
-LENGTHS = ("training.steps", "training.epochs")  # a run may go on for longer
+LENGTHS = ("training.steps", "training.epochs")  # a run may be lengthened
 
 
 def check(run_folder: str, recipe: Recipe, force: bool) -> int:
-    """The step that the run goes on after, 0 for a new one; refuses what would not be the same run."""
+    """The step to resume after, 0 for a new run; refuses a recipe that would not be the same run."""
     uri = storage.join(run_folder, RECIPE)
     if not storage.exists(uri):
         return 0
@@ -38,7 +38,7 @@ def check(run_folder: str, recipe: Recipe, force: bool) -> int:
 
 
 def check_text(run_folder: str, after: int, tokenizer: str, data: list[str], force: bool) -> None:
-    """Refuse to go on with a text that has changed under its name: the batches would be others. By fingerprints."""
+    """Refuse to resume if the fingerprints of the tokenizer or the data have changed: the batches would differ."""
     if not after or force:
         return
     known = checkpoints.facts(Checkpoint(after, checkpoints.folder_of(run_folder, after)))
@@ -51,7 +51,7 @@ def check_text(run_folder: str, after: int, tokenizer: str, data: list[str], for
 
 
 def changed_rate(run_folder: str, after: int, recipe: Recipe) -> str | None:
-    """What to say where another length moves the learning rate of a run's next step; None where it stays."""
+    """A warning if a changed length makes the learning rate of the next step jump; None if it does not."""
     if not after:
         return None
     known = checkpoints.facts(Checkpoint(after, checkpoints.folder_of(run_folder, after)))["recipe"]
@@ -66,9 +66,9 @@ def changed_rate(run_folder: str, after: int, recipe: Recipe) -> str | None:
 
 
 def fork(recipe: Recipe, home: str, tokenizer: str, after: int = 0) -> Checkpoint | None:
-    """The checkpoint that `run.start_from` names; refuses one whose model or tokenizer is another.
+    """The checkpoint that `run.start_from` names; refuses one with a different model or tokenizer.
 
-    A run that has begun needs it only if all its own turn out to be damaged, so it may be gone by then.
+    A run with checkpoints of its own needs it only if all of those are damaged, so it may have been deleted.
     """
     if recipe.run.start_from is None:
         return None

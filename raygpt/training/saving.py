@@ -1,8 +1,8 @@
-"""Checkpoints are written behind the training: the loop begins a save, a thread finishes it.
+"""Saves checkpoints in the background: the loop starts a save, a thread finishes it.
 
-Every process writes its part of the state aside, publishes the files into the checkpoint's folder, and tells rank 0
-their sizes and checksums. When all have told, rank 0 commits. A save that fails costs a warning, and the checkpoints
-before it are as they were; only several in a row end the run.
+Every process writes its part of the state to a temporary folder, moves the files into the checkpoint's folder, and
+reports their sizes and checksums. When all have reported, rank 0 commits. A failed save is a warning and leaves earlier
+checkpoints untouched; only several failures in a row end the run.
 """
 
 import re
@@ -20,34 +20,34 @@ from raygpt.training.events import CheckpointSaved
 from raygpt.training.session import Session
 from raygpt.training.task import Task
 
-PATIENCE_S = 5.0  # that a save waits for the one before it, and training with it; then it is left out
-BEAT_S = 5.0  # between two signs of life while the last save is waited for
+PATIENCE_S = 5.0  # how long a save, and with it training, waits for the previous one; then the save is skipped
+BEAT_S = 5.0  # between two heartbeats while waiting for the last save
 ASKED_S = 0.05
-LONGEST_S = 1800.0  # that a save may take; a disk that does not answer any more would hold it for ever
-RETRIED_S = 5.0  # before the last save of a run is tried again
+LONGEST_S = 1800.0  # the longest that a save may take: a disk that stopped responding would block it for ever
+RETRIED_S = 5.0  # before the last save of a run is retried
 
 Check = Callable[[int, dict[str, float]], None]
 
 
 class Saving:
-    """The checkpoints of one run. `check` raises where a step's metrics show that its state is no good."""
+    """Saves the checkpoints of one run. `check` raises if a step's metrics show that its state has diverged."""
 
     def __init__(self, task: Task, engine: Engine, session: Session, check: Check):
         self._task, self._engine, self._session, self._check = task, engine, session, check
         self._limit = task.recipe.run.failed_saves
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._begun, self._step = 0.0, -1  # when the last save was, and of which step
-        self._failed = 0  # in a row; of rank 0
-        self._newest = 0  # the last step that was committed; of rank 0
+        self._begun, self._step = 0.0, -1  # when the last save began, and its step
+        self._failed = 0  # failures in a row; rank 0 only
+        self._newest = 0  # the last committed step; rank 0 only
 
     def begin(self, state: Any, step: int, metrics: Any, is_end: bool = False) -> bool:
-        """Begin to save; all processes at the same step. False where that was begun before, the one before is not
-        finished yet, or the storage refuses: `finish` sees to it that the end is saved all the same."""
+        """Start a save; all processes at the same step. False if this step's save has begun already, the previous one
+        is not finished, or the storage fails: `finish` retries for the last step."""
         if step == self._step or not self._session.decide(lambda: self._is_free(step, is_end) and self._has_room(step)):
             return False
         if self._thread:
-            self._thread.join()  # rank 0's has ended, so that this one only has its last lines to do
+            self._thread.join()  # rank 0's thread has ended, so this one is about to
         self._begun, self._step = time.monotonic(), step
         parts, rank = checkpoints.parts_of(self._task.run_folder), self._session.rank
         part = parts / f"step-{step:08d}-{rank}"
@@ -64,21 +64,23 @@ class Saving:
             if self._session.rank == 0:
                 self._conclude(step, metrics)
 
-        self._thread = threading.Thread(target=work, name=f"save-{step}")  # no daemon: an exit waits for it
+        self._thread = threading.Thread(
+            target=work, name=f"save-{step}"
+        )  # not a daemon: the process waits for it at exit
         self._thread.start()
         return True
 
     def look(self) -> None:
-        """Raise what a thread found: a loss that is not a number, or too many failures."""
+        """Raise the error of a save thread: divergence, or too many failures."""
         if self._error:
             raise self._error
 
     def finish(self, state: Any, step: int, metrics: Any) -> None:
-        """Until this step, the last, is saved; it is tried again as often as saves may fail."""
+        """Save the last step, retrying as often as saves may fail."""
         while self._session.decide(lambda: self._newest_after_waiting()) != step:
             self._session.beat(step)
             if self._session.decide(lambda: not self._is_busy() and self._pause()):
-                self._step = -1  # what was begun has failed
+                self._step = -1  # the save failed
                 self.begin(state, step, metrics)
         self.look()
 
@@ -97,16 +99,16 @@ class Saving:
         return True
 
     def _is_free(self, step: int, is_end: bool) -> bool:
-        """Rank 0: whether the save before is finished, everywhere; it is waited for, but not for ever."""
+        """Rank 0: whether the previous save is finished in all processes; waits for it a limited time."""
         if self._thread:
             self._thread.join(min(PATIENCE_S, (self._task.recipe.training.hang_after or PATIENCE_S) / 2))
         self.look()
         if self._is_busy() and not is_end:
-            self._session.warn(f"the checkpoint of step {step} is left out: the one before it is still being written")
+            self._session.warn(f"the checkpoint of step {step} is skipped: the one before it is still being written")
         return not self._is_busy()
 
     def _has_room(self, step: int) -> bool:
-        """Rank 0: make a place for a checkpoint, if the storage lets us."""
+        """Rank 0: prepare the checkpoint's folder; False if the storage fails."""
         self._session.expect(step)
         try:
             checkpoints.make_room(self._task.run_folder, step)
@@ -116,7 +118,7 @@ class Saving:
         return True
 
     def _publish(self, step: int, part: Any, error: BaseException | None) -> None:
-        """Finish this process's part, and say so, or say what went wrong."""
+        """Finish this process's part and report it, or report the error."""
         try:
             if error:
                 raise error
@@ -128,7 +130,7 @@ class Saving:
             self._session.add_part(step, {"error": first_line(raised)})
 
     def _conclude(self, step: int, metrics: Any) -> None:
-        """Rank 0: commit when all parts are there, unless the state is no good."""
+        """Rank 0: commit when all parts are written, unless the state has diverged."""
         try:
             parts = self._wait_for_all(step)
             errors = [part["error"] for part in parts.values() if "error" in part]
@@ -150,7 +152,7 @@ class Saving:
 
     def _commit(self, step: int, files: dict[str, Any]) -> None:
         folder = checkpoints.folder_of(self._task.run_folder, step)
-        self._session.flush()  # or the metrics up to this step could be lost, which nobody will log again
+        self._session.flush()  # a resumed run does not log the metrics up to this step again
         try:
             checkpoints.commit(folder, step, self._task.facts, files)
         except (OSError, RaygptError) as error:
@@ -169,22 +171,22 @@ class Saving:
             self._session.warn(f"older checkpoints could not be deleted ({error})")
 
     def _fail(self, step: int, reason: str) -> None:
-        """Warn; too many in a row end the run, while the checkpoints that there are still are of use."""
+        """Warn; raise after too many failures in a row, while the existing checkpoints are still recent."""
         self._failed += 1
         said = f"the checkpoint of step {step} could not be saved ({reason})"
         if self._failed >= self._limit:
             self._error = RaygptError(
-                f"{said}, and so it was {self._failed} times in a row; the ones before are whole. Make room in "
-                "run.storage or mend it, then run the same command again"
+                f"{said}, {self._failed} times in a row; the ones before are intact. Make room in "
+                "run.storage or fix it, then run the same command again"
             )
             return
-        self._session.warn(f"{said}; training goes on, and ends after {self._limit} in a row")
+        self._session.warn(f"{said}; training continues, and ends after {self._limit} in a row")
 
 
 def _left_by(rank: int, parts: Path) -> list[Path]:
-    """What a save of this rank that failed or was killed has left there, also under a name for the time of writing.
+    """Files that a failed or killed save of this rank has left there, also under temporary names.
 
-    Other ranks may be writing theirs just now.
+    Other ranks may be writing theirs at the same time.
     """
     ours = re.compile(rf"step-[0-9]+-{rank}(\..*)?")
     return [path for path in parts.glob("step-*") if ours.fullmatch(path.name)]

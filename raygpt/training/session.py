@@ -1,4 +1,4 @@
-"""What a worker knows of the outside: its rank, its run directory, and who watches. Here without Ray."""
+"""A worker's connection to the other workers and the driver: rank, events, orders, metrics. This module has no Ray."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,92 +8,92 @@ from raygpt.errors import RaygptError
 from raygpt.runs.metrics import Line
 from raygpt.training.events import Event, Metrics, Warned
 
-POLL_S = 5.0  # at most so long between two polls of the workers for orders: a node may be about to go
+POLL_S = 5.0  # the longest time between two polls for orders: a node may be about to be lost
 
 
 class Orders(NamedTuple):
-    """What the outside wants of all workers."""
+    """What the driver or the controller orders all workers to do."""
 
-    stop: bool = False  # save, and end
-    save: bool = False  # save, and go on: a node is about to be lost, or more workers wait to join
-    next_poll_in_steps: int = 0  # at the latest; 0: when a step is logged
+    stop: bool = False  # save, then end
+    save: bool = False  # save, then continue: a node is about to be lost, or more workers wait to join
+    next_poll_in_steps: int = 0  # at the latest; 0: at the next logged step
 
 
 def steps_until_next_poll(steps_per_s: float) -> int:
-    """After how many steps the workers poll again."""
+    """The number of steps until the workers poll again."""
     return max(1, int(POLL_S * steps_per_s))
 
 
 class Session(Protocol):
-    """The loop's way out. Only rank 0 speaks."""
+    """What the loop needs from its surroundings. Only rank 0 emits events and metrics."""
 
     rank: int
     workers: int
 
     def emit(self, event: Event) -> None:
-        """Tell whoever watches."""
+        """Send an event to the driver."""
         ...
 
     def warn(self, text: str) -> None:
-        """Tell whoever watches of what is no reason to end."""
+        """Send a warning to the driver."""
         ...
 
     def record(self, metrics: Metrics) -> None:
-        """Tell whoever watches, and keep it in the run's metrics."""
+        """Write metrics to metrics.jsonl, and send them to the driver."""
         ...
 
     def resume(self, step: int, is_validated: bool = True) -> None:
-        """Begin, or go on, after a step: what the metrics say of later ones is about to be said again, and so is its
-        own validation where it is still to come."""
+        """Start or resume after a step. Metrics of later steps are dropped because they will be logged again; so is
+        the step's own validation unless `is_validated`."""
         ...
 
     def beat(self, step: int) -> None:
-        """This step is taken, or something after it: the worker is not stuck."""
+        """Heartbeat: the worker has made progress since its last beat."""
         ...
 
     def rest(self) -> None:
-        """Until the next step nothing is expected of this worker: it waits for others, or for storage."""
+        """Suspend the watchdog until the next step: the worker waits for others, or for storage."""
         ...
 
     def orders(self, steps_per_s: float) -> Orders:
-        """What is wanted, the same in every worker: all poll after the same steps. Rank 0's speed says when again."""
+        """The orders, the same in every worker: all poll after the same steps. Rank 0's speed decides the next poll."""
         ...
 
     def decide(self, what: Callable[[], int]) -> int:
-        """What rank 0 finds, in every worker."""
+        """Broadcast rank 0's result of `what` to every worker."""
         ...
 
     def expect(self, step: int) -> None:
-        """A checkpoint is about to be written: what was told of an earlier try does not count. Rank 0 alone."""
+        """A checkpoint is about to be written: discard the parts of an earlier attempt. Rank 0 only."""
         ...
 
     def flush(self) -> None:
-        """All that was recorded is in the run's storage, if that can be."""
+        """Write everything that was recorded to the run's storage, if possible."""
         ...
 
     def add_part(self, step: int, part: dict[str, Any]) -> None:
-        """This worker's part of a checkpoint is written, or it says why not."""
+        """Report that this worker's part of a checkpoint is written, or why it is not."""
         ...
 
     def parts_of(self, step: int) -> dict[int, dict[str, Any]]:
-        """What the workers have told of a checkpoint so far, by rank."""
+        """The parts of a checkpoint that workers have reported so far, by rank."""
         ...
 
     def saved(self, step: int, folder: str) -> None:
-        """A checkpoint is whole."""
+        """A checkpoint was committed."""
         ...
 
     def close(self) -> None:
-        """Nothing more will be said."""
+        """Nothing more will be emitted or recorded."""
         ...
 
 
 @dataclass
 class LocalSession:
-    """A single process: what was said is kept."""
+    """A single process without a driver: events are kept in lists."""
 
     events: list[Event] = field(default_factory=list)
-    wanted: list[Orders] = field(default_factory=list)  # to be given, one after another
+    wanted: list[Orders] = field(default_factory=list)  # returned one after another
     rank: int = 0
     workers: int = 1
     _parts: dict[int, dict[int, Any]] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class LocalSession:
 
 
 class Listener(Protocol):
-    """Who else is told of the metrics: see tracking.py."""
+    """Receives metrics as they are logged: see tracking.py."""
 
     def begin(self, after: int) -> None: ...
 
@@ -152,10 +152,10 @@ class Listener(Protocol):
 
 
 def write_or_warn(session: Session, what: str, write: Callable[[], None]) -> None:
-    """Rank 0 writes something down; a storage that fails just now is no reason to end a run."""
+    """Write something in rank 0; a storage failure is only a warning."""
     if session.rank > 0:
         return
     try:
         write()
     except (OSError, RaygptError) as error:
-        session.warn(f"{what} could not be kept ({error}); training goes on")
+        session.warn(f"{what} could not be kept ({error}); training continues")

@@ -1,7 +1,6 @@
-"""Stopping a run so that it can go on: Ctrl-C, a signal, or a request from elsewhere. All workers save, and end.
+"""Stops a run so that it can be resumed: by Ctrl-C, a signal, or `raygpt stop RUN`. All workers save, then end.
 
-A second Ctrl-C does not wait for them. From elsewhere a run is stopped by a file in its directory, which its driver
-looks for (`raygpt stop RUN`).
+A second Ctrl-C ends the run immediately. `raygpt stop` leaves a file in the run directory, which the driver polls for.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from raygpt.runs.lock import lock_owner
 from raygpt.training.events import Event, StopRequested
 
 STOP_FILE = "stop"
-STOP_POLL_S = 2.0  # between two looks for a request from elsewhere
+STOP_POLL_S = 2.0  # between two polls for the file of `raygpt stop`
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, `kill` and `ray job stop`, a closed terminal
 
 
@@ -25,11 +24,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, `kill` and `
 def stoppable(
     run_folder: str, stop_workers: Callable[[], object], watch: Callable[[Event], None]
 ) -> Iterator[Callable[[], None]]:
-    """Inside the block signals ask the workers to save and end. Yields what looks for a request from elsewhere."""
+    """Inside the block signals order the workers to save and end. Yields the function that polls for `raygpt stop`."""
     uri = storage.join(run_folder, STOP_FILE)
     asked = threading.Event()
     looked = time.monotonic()
-    unsaid: list[str] = []  # a signal may come in the middle of a line that is being printed
+    unsaid: list[str] = []  # printed later: a signal may interrupt a print
 
     def ask(who: str) -> None:
         asked.set()
@@ -51,20 +50,20 @@ def stoppable(
         with contextlib.suppress(OSError, RaygptError):
             if storage.exists(uri):
                 storage.delete(uri)
-                ask("stopped from elsewhere")
+                ask("stopped by raygpt stop")
 
     with _handled(on_signal):
         yield look
 
 
 def clear_stop_request(run_folder: str) -> None:
-    """One that came too late for an earlier part of the run."""
+    """Delete a request that came after an earlier process of the run had ended."""
     storage.delete(storage.join(run_folder, STOP_FILE))
 
 
 @contextlib.contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Signals can only be handled in the main thread; elsewhere they are somebody else's affair."""
+    """Handle signals; Python allows that in the main thread only, so in others nothing is done."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -77,7 +76,7 @@ def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
 
 
 def ask_to_stop(run_folder: str) -> str:
-    """Leave the request for a run's driver; who that is comes back."""
+    """Leave the request for a run's driver. Returns who that is."""
     owner = lock_owner(run_folder)
     if owner is None or owner.is_gone:
         raise RaygptError(f"{run_folder} is not being trained; there is nothing to stop")

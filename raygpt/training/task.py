@@ -1,4 +1,4 @@
-"""What to train, as every worker gets it."""
+"""What to train, as it is sent to every worker."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,9 +25,9 @@ class Task:
     val: tuple[TokenStream, ...]
     run_folder: str
     start_from: Checkpoint | None = None  # another run's
-    eval_items: Mapping[str, Sequence[Item]] = field(default_factory=dict)  # tasks to score at each validation
+    eval_items: Mapping[str, Sequence[Item]] = field(default_factory=dict)  # by task, for each evaluation
     profile: tuple[int, int] | None = None  # the first and the last step to trace
-    faults: Faults = field(default_factory=Faults)  # on purpose, for tests
+    faults: Faults = field(default_factory=Faults)  # injected by tests
 
     def __repr__(self) -> str:
         """Short: Ray's dashboard shows it to everyone, and a recipe's runtime_env may hold secrets."""
@@ -39,7 +39,7 @@ class Task:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint belongs to."""
+        """What a checkpoint records about its run."""
         return {
             "engine": self.recipe.engine,
             "recipe": self.recipe.to_dict(),

@@ -1,14 +1,13 @@
-"""Who else is told of a run's metrics: TensorBoard, Weights & Biases and MLflow; ray/metrics.py: Ray's own metrics.
+"""Sends a run's metrics to TensorBoard, Weights & Biases and MLflow. ray/metrics.py does the same for Ray's metrics.
 
     tracking = start_tracking(recipe, run_folder, warn, {})   # in one worker
-    tracking.begin(after=100)                             # as the run begins, or goes on after a step
+    tracking.begin(after=100)                             # as the run starts, or resumes after a step
     tracking.record({"step": 110, "loss": 3.2, …})        # each line of metrics.jsonl, as it is logged
     tracking.close()
 
-Threads do the telling, so training never waits for a server. A tracker that fails is left out from there on, with a
-warning: no run ends because somebody who watches it could not be reached. After a restart the same tracker's run is
-gone on with, found by the run's folder: it is told again from metrics.jsonl what it may have lost with the process that
-was killed, and no step twice.
+Threads send the metrics, so training never waits for a server. A tracker that fails is dropped with a warning, and the
+run continues. After a restart the same tracker's run is continued (found by the run's folder): it gets from
+metrics.jsonl what it may have lost with the killed process, and no step twice.
 """
 
 import functools
@@ -33,12 +32,12 @@ from raygpt.runs.metrics import Line
 SENT = ("loss", "val_loss", "lr", "grad_norm", "skipped", "spikes", "tokens", "tokens_per_s", "mfu", "data_wait_s")
 NAMES = (*SENT, *METRIC_NAMES, "restarts")
 EXTRAS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}  # the extra's name and its module
-CLOSING_S = 60.0  # what is left unsent after that is not worth waiting for
-FAILED_S = 10.0  # the same where an error ends the run
+CLOSING_S = 60.0  # how long to wait for unsent metrics at the end
+FAILED_S = 10.0  # the same if an error ends the run
 
 
 class Numbers(NamedTuple):
-    """What a line of metrics has for a tracker."""
+    """The numbers of a line of metrics, as a tracker gets them."""
 
     step: int
     metrics: dict[str, float]
@@ -46,20 +45,20 @@ class Numbers(NamedTuple):
 
 
 class Tracker(Protocol):
-    """One of those who are told."""
+    """A destination of metrics."""
 
-    had: dict[str, int]  # metric -> the last step that it had of it when it was made
+    had: dict[str, int]  # metric -> the last step that the tracker already had when it was opened
 
     def send(self, lines: Sequence[Numbers]) -> None: ...
 
     def close(self, is_well: bool) -> None: ...
 
 
-Make = Callable[[int], Tracker]  # a tracker of a run that begins, or goes on after a step
+Make = Callable[[int], Tracker]  # opens a tracker for a run that starts, or resumes after a step
 
 
 def require(track: Track, run_folder: str) -> None:
-    """Refuse, before anything is prepared, what is not installed or cannot be where the run lies."""
+    """Refuse trackers that are not installed or do not work with the run's storage, before anything is prepared."""
     for name, module in EXTRAS.items():
         if getattr(track, name) and importlib.util.find_spec(module) is None:
             raise RaygptError(f"track.{name} needs the extra {name}: pip install 'raygpt[{name}]'")
@@ -74,7 +73,7 @@ def require(track: Track, run_folder: str) -> None:
 def start_tracking(
     recipe: Recipe, run_folder: str, warn: Callable[[str], None], others: Mapping[str, Make]
 ) -> "Tracking":
-    """All that a recipe asks for, and others by their names."""
+    """Start the recipe's trackers, and others by name."""
     makers = dict(others)
     if recipe.track.tensorboard:
         makers["track.tensorboard"] = lambda after: TensorBoard(run_folder, after)
@@ -86,7 +85,7 @@ def start_tracking(
 
 
 class Tracking:
-    """Tells all trackers, each in a thread of its own: none waits for another."""
+    """Sends metrics to all trackers, each in its own thread, so that none waits for another."""
 
     def __init__(self, makers: Mapping[str, Make], run_folder: str, warn: Callable[[str], None]):
         self._makers, self._run_folder, self._warn = makers, run_folder, warn
@@ -96,7 +95,7 @@ class Tracking:
         try:
             lines = [line for line in logged.read(self._run_folder) if line["step"] <= after]
         except (OSError, RaygptError) as error:
-            self._warn(f"what was logged so far is not told to trackers ({first_line(error)})")
+            self._warn(f"what was logged so far is not sent to trackers ({first_line(error)})")
             lines = []
         self._tellers = [
             _Teller(name, functools.partial(make, after), lines, self._warn) for name, make in self._makers.items()
@@ -107,7 +106,7 @@ class Tracking:
             teller.waiting.put(line)
 
     def close(self, is_well: bool = True) -> None:
-        """Until everything is told, or time is up."""
+        """Wait until everything is sent, or time is up."""
         until = time.monotonic() + (CLOSING_S if is_well else FAILED_S)
         for teller in self._tellers:
             teller.waiting.put(is_well)
@@ -116,14 +115,14 @@ class Tracking:
 
 
 class _Teller(threading.Thread):
-    """Tells one tracker: first what it lacks of earlier lines, then all that wait, at once where there are several."""
+    """Sends lines to one tracker: first those that it missed earlier, then the queue, several at a time."""
 
     def __init__(
         self, name: str, make: Callable[[], Tracker], lines: Sequence[Line], warn: Callable[[str], None]
     ) -> None:
         super().__init__(name=name, daemon=True)
         self._make, self._lines, self._warn = make, lines, warn
-        self.waiting: queue.SimpleQueue[Line | bool] = queue.SimpleQueue()  # at the end, whether all is well
+        self.waiting: queue.SimpleQueue[Line | bool] = queue.SimpleQueue()  # the last item: whether the run ended well
         self.start()
 
     def run(self) -> None:
@@ -137,12 +136,12 @@ class _Teller(threading.Thread):
                 end = next((one for one in waiting if isinstance(one, bool)), None)
                 _tell(tracker, [one for one in waiting if not isinstance(one, bool)])
             tracker.close(end)
-        except (Exception, SystemExit) as error:  # W&B exits where its service has failed
-            self._warn(f"{self.name} failed ({first_line(error)}) and is not told any more; the run goes on")
+        except (Exception, SystemExit) as error:  # W&B exits if its service has failed
+            self._warn(f"{self.name} failed ({first_line(error)}) and gets no more metrics; the run continues")
 
 
 def _tell(tracker: Tracker, lines: Sequence[Line]) -> None:
-    """Lines of metrics, less what the tracker had of them already."""
+    """Send lines of metrics, without what the tracker already had."""
     numbers = []
     for line in lines:
         step = int(line["step"])
@@ -194,8 +193,8 @@ class TensorBoard:
 class Wandb:
     """A run of a Weights & Biases project; offline with WANDB_MODE=offline, its files then lie in RUN/wandb.
 
-    Lines wait in memory before they are written or sent, and are lost with a process that is killed. Online, W&B says
-    where its run ends; an offline run cannot know, so each process's folder gets the whole run: the newest counts.
+    W&B buffers lines in memory, and a killed process loses them. Online, W&B reports the last step that it has; offline
+    that is unknown, so each process's folder gets the whole run, and the newest counts.
     """
 
     def __init__(self, project: str, recipe: Recipe, run_folder: str):
@@ -220,14 +219,14 @@ class Wandb:
         import wandb
 
         self._run.finish(exit_code=0 if is_well else 1)
-        wandb.teardown()  # its service writes the end of the file after that, and is waited for here
+        wandb.teardown()  # waits for its service, which writes the end of the file
 
 
 class Mlflow:
     """A run of the MLflow experiment `raygpt`: on a server, or in mlflow.db beside the runs."""
 
     def __init__(self, uri: str | bool, recipe: Recipe, run_folder: str):
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a file: address is asked for by name
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # needed for a file: address
         from mlflow import MlflowClient
 
         home = run_folder.rpartition("/")[0]
@@ -251,7 +250,7 @@ class Mlflow:
         tags = {"raygpt.run": _id_of(run_folder), "raygpt.folder": run_folder}
         run = self._client.create_run(number, tags=tags, run_name=recipe.run.name).info.run_id
         params = [Param(key, str(value)) for key, value in flat(recipe.to_dict()).items()]
-        for first in range(0, len(params), 100):  # as many as a request may hold
+        for first in range(0, len(params), 100):  # the most that one request may have
             self._client.log_batch(run, params=params[first : first + 100])
         return str(run)
 
@@ -263,7 +262,7 @@ class Mlflow:
             for line in lines
             for name, value in line.metrics.items()
         ]
-        for first in range(0, len(metrics), 1000):  # as many as a request may hold
+        for first in range(0, len(metrics), 1000):  # the most that one request may have
             self._client.log_batch(self._run, metrics=metrics[first : first + 1000])
 
     def close(self, is_well: bool) -> None:
@@ -271,5 +270,5 @@ class Mlflow:
 
 
 def _id_of(run_folder: str) -> str:
-    """The same for the same folder, whoever asks: what a tracker's run is found by after a restart."""
+    """An id that depends on the folder alone: after a restart the tracker's run is found by it."""
     return hashlib.blake2b(storage.absolute(run_folder).encode(), digest_size=8).hexdigest()

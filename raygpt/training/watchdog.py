@@ -1,8 +1,8 @@
-"""A worker that takes no step for too long is stuck: its stacks are written to the run's logs, and then it ends.
+"""Ends a worker that takes no step for too long, after writing its stacks to the run's logs.
 
-Then Ray starts the workers again, as after any fault. The first to end takes the others with it, which wait for it: so
-each leaves the others time to show where they are. Nothing here needs the interpreter, which a library may hold: the
-stacks are written by a thread of Python's faulthandler, and the end is an alarm of the operating system.
+Ray then restarts the workers, as after any fault. The first worker to end takes down the others, which wait for it, so
+each leaves the others time to write their stacks. Nothing here needs the interpreter lock, which a library may hold: a
+thread of Python's faulthandler writes the stacks, and an alarm of the operating system ends the process.
 """
 
 import faulthandler
@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-GRACE_S = 30.0  # between stacks and end, or half of what a step may take: workers are not all stuck at the same moment
+GRACE_S = 30.0  # between stacks and end, or half of a step's limit: not all workers get stuck at the same moment
 
 
 class Watchdog:
-    """Has to be fed at least every so many seconds; `None` is a dog that sleeps."""
+    """Ends the process unless it is fed at least every `seconds`; `None` disables it."""
 
     def __init__(self, seconds: float | None, log: Path):
         self._seconds, self._fed = seconds, 0.0
@@ -25,19 +25,19 @@ class Watchdog:
     def feed(self) -> None:
         """Something moves."""
         now = time.monotonic()
-        if self._file and self._seconds and now - self._fed > min(1, self._seconds / 4):  # setting it takes a thread
+        if self._file and self._seconds and now - self._fed > min(1, self._seconds / 4):  # setting it starts a thread
             faulthandler.dump_traceback_later(self._seconds, file=self._file)
             signal.setitimer(signal.ITIMER_REAL, self._seconds + min(GRACE_S, self._seconds / 2))
             self._fed = now
 
     def rest(self) -> None:
-        """Nothing needs to move until it is fed again."""
+        """Suspend until it is fed again."""
         if self._file:
             _call_off()
             self._fed = 0.0
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Disable for good."""
         if self._file:
             _call_off()
             self._file.close()

@@ -1,4 +1,4 @@
-"""Runs on a cluster that `ray start` made: submitted, followed, stopped from elsewhere; storage that is not shared."""
+"""Runs on a cluster that `ray start` made: submitted, followed, stopped by raygpt stop; storage that is not shared."""
 
 import json
 import os

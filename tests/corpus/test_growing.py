@@ -201,5 +201,5 @@ def test_a_tail_that_was_held_out_after_all_is_an_error(tmp_path: Path) -> None:
         stream.wait(TOTAL + 1)
     assert str(caught.value) == (
         f"{tmp_path}: its documents were too few to draw from, so the end of its tokens is held out for validation; "
-        "train again, the store is whole now"
+        "train again, the store is complete now"
     )

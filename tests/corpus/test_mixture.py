@@ -210,7 +210,7 @@ def test_a_store_that_is_not_whole_is_refused_and_not_read_as_text(tmp_path: Pat
     prepare(texts["first"], str(folder), "bytes", val=0.3)
     (folder / "index.json").unlink()
     assert refusal(tmp_path, str(folder)) == (
-        f"{folder} is not whole yet; run the same prepare again, it continues where it stopped"
+        f"{folder} is not complete yet; run the same prepare again, it continues where it stopped"
     )
 
 

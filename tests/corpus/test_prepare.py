@@ -357,7 +357,7 @@ def test_hugging_faces_split_of_anything_but_rows_is_refused(
 ) -> None:
     source = f"wikitext:{parquet[0]}" if prefix else text_file(tmp_path / "x.txt", ["text"])
     assert refusal(source, str(tmp_path / "store"), "bytes", val=0.1, split="huggingface") == (
-        "data.split: huggingface needs parquet files whose rows are documents, and a share as data.val; "
+        "data.split: huggingface needs parquet files whose rows are documents, and a fraction as data.val; "
         "use data.split: documents"
     )
     assert not (tmp_path / "store").exists()

@@ -220,7 +220,7 @@ def test_a_folder_without_an_index_is_no_store(tmp_path: Path) -> None:
 def test_a_folder_with_a_plan_but_no_index_is_not_whole_yet(store: Path) -> None:
     (store / "plan.json").write_text("{}")
     (store / "index.json").unlink()
-    assert refusal(store) == f"{store} is not whole yet; run the same prepare again, it continues where it stopped"
+    assert refusal(store) == f"{store} is not complete yet; run the same prepare again, it continues where it stopped"
 
 
 @pytest.mark.parametrize(

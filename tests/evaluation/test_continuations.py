@@ -200,7 +200,7 @@ def test_a_task_that_a_tokenizer_cannot_write_is_refused_in_one_line(loaded):
     with pytest.raises(RaygptError) as caught:
         tasks.item_likelihoods(small, "lambada", [{"text": "a d"}])
     assert str(caught.value) == (
-        "lambada cannot be asked: the character ' ' (U+0020) is not among the 3 that this char tokenizer was made "
+        "lambada cannot be evaluated: the character ' ' (U+0020) is not among the 3 that this char tokenizer was made "
         "from; leave it out"
     )
 

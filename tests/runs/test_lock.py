@@ -104,7 +104,7 @@ def test_a_lock_is_renewed_while_it_lasts(tmp_path, monkeypatch):
 
 def test_of_two_that_begin_in_the_same_moment_the_last_to_write_has_it(tmp_path, monkeypatch):
     monkeypatch.setattr(lock.time, "sleep", lambda seconds: other_driver(tmp_path))  # the other writes right after us
-    with pytest.raises(RaygptError, match="in this very moment by ada"), locked(str(tmp_path)):
+    with pytest.raises(RaygptError, match="at the same moment by ada"), locked(str(tmp_path)):
         pass
 
 

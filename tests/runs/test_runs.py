@@ -89,7 +89,7 @@ def test_a_run_without_a_whole_checkpoint_is_refused(run):
     with pytest.raises(RaygptError) as caught:
         open_run(str(run)).pick()
     assert str(caught.value) == (
-        f"{run} has no whole checkpoint (unfinished or damaged: 10, 20, 30, 40); train it further: raygpt train"
+        f"{run} has no complete checkpoint (unfinished or damaged: 10, 20, 30, 40); train it further: raygpt train"
     )
 
 

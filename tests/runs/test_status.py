@@ -71,7 +71,9 @@ def test_a_run_whose_driver_was_killed_has_failed_and_says_whose_it_was(tmp_path
     lock(folder, 2**22 + 1)  # above Linux's highest process number
     kind, why = state(folder)
     assert kind == "failed"
-    assert why.startswith(f"its driver is gone without a word: ann on {socket.gethostname()}, process 4194305")
+    assert why.startswith(
+        f"its driver is gone without recording a result: ann on {socket.gethostname()}, process 4194305"
+    )
 
 
 def test_the_steps_of_a_run_in_epochs_are_its_checkpoints(tmp_path):

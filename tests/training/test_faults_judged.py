@@ -74,5 +74,5 @@ def test_where_ray_loses_what_carries_events_the_run_ends_with_what_to_do():
 
     error = trainer._fit_in_thread(driven, poll)
     assert isinstance(error, RaygptError)
-    assert str(error).endswith("the same command goes on with it")
+    assert str(error).endswith("the same command resumes it")
     assert ended == [True]

@@ -827,7 +827,7 @@ def saves_that_failed(events):
     """(step, what was said of it)"""
     told = texts_of(events, Warned)
     found = (
-        re.match(r"the checkpoint of step (\d+) could not be saved \((.*)\); training goes on", text) for text in told
+        re.match(r"the checkpoint of step (\d+) could not be saved \((.*)\); training continues", text) for text in told
     )
     return [(int(match[1]), match[2]) for match in found if match]
 
@@ -890,7 +890,7 @@ def test_an_upload_that_blocks_holds_up_no_step_and_the_next_save_is_left_out(ma
     assert seen == [(2, [])]
     said = texts_of(events, Warned)
     assert said == [
-        f"the checkpoint of step {step} is left out: the one before it is still being written" for step in (6, 8)
+        f"the checkpoint of step {step} is skipped: the one before it is still being written" for step in (6, 8)
     ]
     assert steps_of(events, CheckpointSaved) == [2, 4, 10]
     assert there(task) == (10, [])

@@ -179,7 +179,7 @@ def test_a_driver_may_be_killed_interrupted_and_stopped_from_elsewhere(driver, r
     output = interrupted.communicate(timeout=600)[0]
     assert interrupted.returncode == 130, output
     assert "SIGINT, once more to stop at once: saving after one of the next steps" in output
-    assert "the same command goes on from there" in output
+    assert "the same command resumes it" in output
     stopped = driver("driven")
     done = losses(folder)[-1][0]
     wait_for_step(folder, done + 10, stopped)

@@ -75,7 +75,7 @@ def test_a_gpu_that_the_engine_cannot_use_is_left_alone_or_refused(scenario):
         pytest.skip("needs engines without CUDA")
     result = scenario("gpu_alone")
     assert result["warnings"] == [
-        "the GPU of this machine is left alone, which the jax installed here cannot use; pip install 'raygpt[cuda]'"
+        "the GPU of this machine is not used: the jax installed here cannot use it; pip install 'raygpt[cuda]'"
     ]
     assert (result["device"], result["finished"]) == ("cpu", [2])
     assert result["refusals"] == [

@@ -243,8 +243,8 @@ def test_a_tracker_that_fails_is_left_out_with_one_warning_and_training_waits_fo
     told.close()
     assert patient.got == [(1, {"loss": 2.0}), (1, {"restarts": 1.0}), (2, FAR_OFF), "closed"]
     assert sorted(warnings) == [
-        "a failed (server is down) and is not told any more; the run goes on",
-        "c failed (no such host) and is not told any more; the run goes on",
+        "a failed (server is down) and gets no more metrics; the run continues",
+        "c failed (no such host) and gets no more metrics; the run continues",
     ]
 
 
@@ -272,7 +272,7 @@ def test_a_log_that_cannot_be_read_is_no_reason_to_end(folder, monkeypatch):
     told = Tracking({"it": Broken}, folder, warnings.append)
     told.begin(5)
     told.close()
-    assert warnings[0] == "what was logged so far is not told to trackers (s3 does not answer)"
+    assert warnings[0] == "what was logged so far is not sent to trackers (s3 does not answer)"
 
 
 @pytest.mark.parametrize(("name", "value"), [("tensorboard", True), ("wandb", "p"), ("mlflow", True)])

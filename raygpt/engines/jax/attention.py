@@ -1,4 +1,4 @@
-"""Causal attention by what the hardware has: cuDNN or Triton on NVIDIA, Splash on TPUs, XLA elsewhere."""
+"""Causal attention by the fastest kernel of the hardware: cuDNN or Triton on NVIDIA, Splash on TPUs, else XLA."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ KEPT = "attention"  # the name of what a fused kernel's backward pass needs, for
 
 
 def xla(query: Array, key: Array, value: Array) -> Array:
-    """As the formula has it, scores and softmax in fp32 at least; XLA fuses what it can."""
+    """The plain formula, scores and softmax in fp32 at least; XLA fuses what it can."""
     time = query.shape[1]
     visible = jnp.tril(jnp.ones((time, time), dtype=bool))
     return _attend(query, [_by_heads(key)], [_by_heads(value)], visible)
@@ -48,7 +48,7 @@ def cudnn(query: Array, key: Array, value: Array) -> Array:
 
 
 def triton(mesh: Mesh, interpret: bool = False) -> Attention:
-    """JAX's own kernel for GPUs: slower than cuDNN's, but its sums have an order, so that its bits are always the same.
+    """JAX's own kernel for GPUs: slower than cuDNN's, but its sums have a fixed order, so it is deterministic.
 
     `interpret` computes it on any device, slowly.
     """
@@ -68,7 +68,7 @@ TRITON_BLOCKS = (128, 64, 64, 64, 64, 64)
 
 
 def splash(mesh: Mesh, interpret: bool = False) -> Attention:
-    """JAX's own TPU kernel: never stores the scores, and leaves out what lies above the diagonal.
+    """JAX's own TPU kernel: never stores the scores, and skips what is above the diagonal.
 
     `interpret` computes it on any device, slowly.
     """
@@ -95,7 +95,7 @@ def _on_each(mesh: Mesh, attention: Attention) -> Attention:
     return compute
 
 
-CONTEXT_MULTIPLE = 128  # a TPU's vector unit is so wide, and so is the largest of the Triton kernel's blocks
+CONTEXT_MULTIPLE = 128  # the width of a TPU's vector unit, and of the largest of the Triton kernel's blocks
 LARGEST_BLOCK = 512  # whose scores, 1 MiB in fp32, fit into a core's fast memory beside the rest
 
 
@@ -120,7 +120,7 @@ class Cache(NamedTuple):
     values: Array
 
     def updated(self, keys: Array, values: Array, start: Array) -> "Cache":
-        """With those of the tokens from `start` on, [rows, time, heads, head_dim]; `start` is a number or one a row."""
+        """The cache with tokens [rows, time, heads, head_dim] written from `start` on, one number or one per row."""
 
         def write(cached: Array, new: Array) -> Array:
             if jnp.ndim(start) == 0:
@@ -148,7 +148,7 @@ class Cache(NamedTuple):
 def choose_attention(
     device: Any, dtype: Any, mesh: Mesh, model: Model, deterministic: bool = False
 ) -> tuple[Attention, str]:
-    """The kernel for a device and a model, and its name. A row shared out over the context axis needs XLA's."""
+    """The kernel for a device and a model, and its name. A row that is split over the context axis needs XLA's."""
     if mesh.shape["context"] == 1:
         divides = model.context % CONTEXT_MULTIPLE == 0 and model.heads % mesh.shape["tensor"] == 0
         if device.platform == "gpu" and _cudnn_can(float(device.compute_capability), dtype, model):

@@ -1,8 +1,8 @@
 """Saving and restoring the JAX engine's state with Orbax: sharded, in the background, onto any mesh.
 
-Each process writes its shards by itself, in a folder of its own, and none waits for another: what one cannot write
-holds up nobody. The folders' files together are a checkpoint, which is why arrays are files of their own (Zarr), and
-not in one database (OCDBT), which a process would have to put together.
+Each process writes its shards into its own folder, and none waits for another, even if one cannot write. The files of
+all folders together are a checkpoint, so arrays are separate files (Zarr) and not one database (OCDBT), which a process
+would have to merge.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from raygpt.models import describe
 
 
 class Saver:
-    """Writes one state at a time: `save` begins to copy it to the host, `wait` writes the copy."""
+    """Writes one state at a time: `save` starts to copy it to the host, `wait` writes the copy."""
 
     def __init__(self) -> None:
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=_alone())
@@ -40,8 +40,8 @@ class Saver:
         self.is_reserved = False
 
     def reserve(self, state: Any) -> None:
-        """Begin to make the host's memory for what will be saved: for GPT-2 that is 1.5 GB, and takes 1.1 s if it is
-        pinned. Done while the first step is compiled, no step waits for it."""
+        """Start to allocate host memory for saves: for GPT-2 1.5 GB, which takes 1.1 s if pinned. It happens while the
+        first step is compiled, so no step waits for it."""
         self.is_reserved = True
         parts = [(_shared_out(array).shard_shape(array.shape), array) for array in jax.tree.leaves(state)]
         shards = [
@@ -56,13 +56,13 @@ class Saver:
         threading.Thread(target=make, daemon=True).start()
 
     def save(self, state: Any, folder: str) -> None:
-        """Begin to copy this process's shards. Nothing waits but, on the device, the step that would change them."""
+        """Start to copy this process's shards. Only the next step waits, on the device, since it changes them."""
         self._folder = Path(folder)
         parts = self._share_out(state)
         self._copy = jax.device_put(parts, jax.tree.map(_on_the_host, parts))
 
     def _share_out(self, state: Any) -> Any:
-        """Of arrays that several devices hold each has a part to save: all of them everywhere would fill the hosts."""
+        """Divide the saving of replicated arrays among their devices: otherwise every host would save all of them."""
         places = jax.tree.map(_shared_out, state)
         if all(place == array.sharding for place, array in zip(*map(jax.tree.leaves, (places, state)), strict=True)):
             return state
@@ -71,17 +71,17 @@ class Saver:
         return self._cut(state)
 
     def wait(self) -> None:
-        """Write the copy; raises what went wrong."""
+        """Write the copy; raises its error."""
         copy, self._copy = self._copy, None
         self._orbax.save(self._folder, args=ocp.args.PyTreeSave(copy), force=True)
-        if jax.process_index() > 0:  # what describes the whole is in every folder; the first process's is taken
+        if jax.process_index() > 0:  # the metadata is in every folder; the first process's is used
             for path in self._folder.glob("*"):
                 with contextlib.suppress(IsADirectoryError, PermissionError):
                     path.unlink()
 
 
 def _alone() -> Any:
-    """Of Orbax's options: this process waits for no other. Process-wide, so that everything here says the same."""
+    """Orbax's options by which this process waits for no other. Process-wide, so that all uses here are consistent."""
     rank = jax.process_index()
     return ocp.options.MultiprocessingOptions(
         primary_host=None, active_processes={rank}, barrier_sync_key_prefix=f"process-{rank}"
@@ -93,7 +93,7 @@ def _on_the_host(array: jax.Array) -> Any:
 
 
 def _shared_out(array: jax.Array) -> Any:
-    """Where an array lies if the devices that hold the same of it each have a part; as it is if it cannot be cut."""
+    """A sharding in which devices with the same data each have a part of it; unchanged if it cannot be divided."""
     place = array.sharding
     if not isinstance(place, NamedSharding):
         return place
@@ -112,11 +112,11 @@ def _axes(side: Any) -> tuple[str, ...]:
 
 
 def restore(folder: str, shapes: Any, shardings: Any) -> Any:
-    """The state in a folder, each array laid out as its sharding says."""
+    """The state in a folder, each array with its sharding."""
     orbax = ocp.StandardCheckpointer(multiprocessing_options=_alone())
     if not format1.is_old(_metadata(folder)):
         return orbax.restore(folder, jax.tree.map(shape_at, shapes, shardings))
-    saved = _read(folder)  # whole on every host, this once: the next checkpoint has today's format
+    saved = _read(folder)  # in full on every host, only once: the next checkpoint has today's format
     scale, spikes = LossScale(**saved["scale"]), Spikes(**saved["spikes"])
     state = State(**{**saved, "scale": scale, "spikes": spikes})
     return jax.tree.map(
@@ -125,12 +125,12 @@ def restore(folder: str, shapes: Any, shardings: Any) -> Any:
 
 
 def read_parameters(folder: str, model: Model, vocab: int) -> dict[str, Any]:
-    """The parameters in a checkpoint; what the optimizer remembers is not read."""
+    """The parameters in a checkpoint; the optimizer's state is not read."""
     return to_plain(_read(folder, ("parameters",))["parameters"], describe(model, vocab))
 
 
 def read_weights(folder: str, model: Model, vocab: int) -> Weights:
-    """The state in a folder as arrays of this host, whatever mesh wrote it and whatever devices are here."""
+    """The state in a folder as arrays in host memory, independent of the mesh that wrote it and of the devices here."""
     state, description = _read(folder), describe(model, vocab)
     slots = {name: to_plain(slot, description) for name, slot in state["slots"].items()}
     return Weights(to_plain(state["parameters"], description), slots, int(state["step"]))

@@ -1,4 +1,4 @@
-"""The devices that JAX finds here, for those who ask before there is an engine."""
+"""The devices that JAX finds here, for callers that have no engine yet."""
 
 import os
 from typing import Any
@@ -21,7 +21,7 @@ def use_all_cores() -> None:
 
 
 def names() -> list[str]:
-    """What each calls itself; raises RuntimeError where a plugin lacks its driver."""
+    """The name of each device; raises RuntimeError if a plugin's driver is missing."""
     return [device.device_kind for device in jax.devices()]
 
 
@@ -31,16 +31,16 @@ def is_accelerated() -> bool:
 
 
 def one() -> list[Any]:
-    """One of them, for what is measured on one; a CPU is one whole, whose cores share the work as in training."""
+    """One device, for benchmarks; for a CPU all cores, as in training."""
     devices = jax.local_devices()
     return devices[:1] if is_accelerated() else devices
 
 
 def peak_bytes() -> int:
-    """The most that was in use on the first; 0 where it does not say, as a CPU."""
+    """The most memory in use on the first device so far; 0 if unknown, as on a CPU."""
     return int((jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0))
 
 
 def precision_on(device: Any, wanted: str) -> str:
-    """Of the arithmetic on a device: bf16, fp16, fp32 or fp64."""
+    """The precision of the arithmetic on a device: bf16, fp16, fp32 or fp64."""
     return choose_precision(wanted, device.platform, float(getattr(device, "compute_capability", "8.0")))

@@ -1,4 +1,4 @@
-"""The JAX engine: a recipe's model on a mesh of devices, stepped, scored and saved."""
+"""The JAX engine: a recipe's model on a mesh of devices, trained, evaluated, sampled and saved."""
 
 from collections.abc import Sequence
 from functools import cached_property, partial
@@ -41,14 +41,14 @@ from raygpt.engines.spikes import Spikes
 from raygpt.host import cores, memory_for_work
 from raygpt.models import describe
 
-FEW_LAYERS = 6  # that a CPU, too, compiles one after another within seconds
+FEW_LAYERS = 6  # up to this many a CPU, too, compiles unrolled within seconds
 FIRST_SCALE = (
     2.0**10
 )  # of each token's loss in fp16, not of their mean: no more than a few steps away from the right one
 
 
 def find_devices(recipe: Recipe) -> Devices:
-    """The devices of all processes that joined, as a recipe uses them."""
+    """The devices of all connected processes, as a recipe uses them."""
     if recipe.model.precision == "fp64":
         jax.config.update("jax_enable_x64", True)
     device, mesh = jax.local_devices()[0], sharding.make_mesh(recipe.cluster.mesh.sizes())
@@ -58,20 +58,20 @@ def find_devices(recipe: Recipe) -> Devices:
 
 
 def _memory(device: Any) -> int:
-    """Bytes that a device has for us; a CPU device's are its share of the host's."""
+    """Usable bytes of a device; for a CPU device an equal part of the host's."""
     stats = device.memory_stats() or {}
     return int(stats.get("bytes_limit") or memory_for_work() // max(cores(), jax.local_device_count()))
 
 
 def choose_compile(wanted: str, device: Any, layers: int) -> bool:
-    """Whether the layers are one loop. One after another they run faster, by 10 % on a CPU, and compile longer."""
+    """Whether the layers are scanned. Unrolled they run faster, by 10 % on a CPU, but compile longer."""
     if wanted != "auto":
         return wanted == "scanned"
     return device.platform == "tpu" or (device.platform == "cpu" and layers > FEW_LAYERS)
 
 
 class JaxEngine:
-    """Computes a recipe on the devices of all processes that joined."""
+    """Computes a recipe on the devices of all connected processes."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class JaxEngine:
         return int(self.mesh.size)
 
     def describe(self) -> dict[str, str]:
-        """What computes, for people."""
+        """A description of the engine, for the console."""
         axes = " × ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1)
         return {
             "engine": f"jax {jax.__version__}",
@@ -123,7 +123,7 @@ class JaxEngine:
     # The state
 
     def start(self) -> State:
-        """The state before step 0, born sharded: no device ever holds more than its share."""
+        """The state before step 0, created sharded: no device ever has more than its shards."""
         return jax.jit(self._initial, out_shardings=self._shardings)(self._first_keys)
 
     @cached_property
@@ -135,7 +135,7 @@ class JaxEngine:
         return State(parameters, self._optimizer.init(parameters), *self._counters(0))
 
     def _counters(self, step: int) -> tuple[Any, ...]:
-        """What a state has besides parameters and slots, after so many steps of which none was left out."""
+        """What a state has besides parameters and slots, after `step` steps of which none was skipped."""
         zero, count = jnp.zeros((), jnp.float32), jnp.asarray(step, jnp.int32)
         scale = LossScale(jnp.asarray(FIRST_SCALE, jnp.float32), jnp.zeros((), jnp.int32))
         return count, count, scale, Spikes(*[zero] * len(Spikes._fields))
@@ -149,11 +149,11 @@ class JaxEngine:
         return sharding.state_shardings(self.mesh, self._description, self._shapes)
 
     def save(self, state: State, folder: str) -> None:
-        """Begin to copy the state to the host, for a folder."""
+        """Start to copy the state to the host, for a folder."""
         self._saver.save(state, folder)
 
     def wait_for_save(self) -> None:
-        """Write what was copied."""
+        """Write the copy."""
         self._saver.wait()
 
     @cached_property
@@ -161,11 +161,11 @@ class JaxEngine:
         return Saver()
 
     def restore(self, folder: str) -> State:
-        """The state that was saved there, on whatever mesh."""
+        """The state that was saved in a folder, on any mesh."""
         return restore(folder, self._shapes, self._shardings)
 
     def gather(self, state: State) -> Weights:
-        """All of a state as arrays of this host; every process takes part, one array after another."""
+        """A full state as arrays in host memory; every process takes part, one array after another."""
         whole = jax.tree.map(sharding.on_this_host, state)
         plain = partial(to_plain, description=self._description)
         return Weights(plain(whole.parameters), {k: plain(slot) for k, slot in whole.slots.items()}, int(whole.step))
@@ -186,12 +186,12 @@ class JaxEngine:
 
     @property
     def micro_rows(self) -> int:
-        """Rows that are computed at a time, over all devices."""
+        """Rows of a micro-batch, over all devices."""
         return self._microbatches.micro_rows
 
     @property
     def _shape(self) -> tuple[int, int, int]:
-        """[accumulation, rows, time] of a batch, with rows that pad it to what the mesh divides."""
+        """[accumulation, rows, time] of a batch, with padding rows so that the mesh divides it."""
         return self.accumulation, self.micro_rows, self.context
 
     @cached_property
@@ -220,7 +220,7 @@ class JaxEngine:
         return self._put_weights(np.ones((len(self.rows), self.context))), self._put(total, P())
 
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Train on a batch; the old state is used up."""
+        """Train on a batch; the old state becomes invalid."""
         if self._device.platform == "gpu" and not self._saver.is_reserved:
             self._saver.reserve(state)
         return self._step(state, batch)
@@ -232,7 +232,7 @@ class JaxEngine:
         return jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
 
     def lower_step(self) -> Any:
-        """The step, to be compiled for the mesh's devices, which need not be here: nothing is put on them."""
+        """The step, lowered for the mesh's devices, which need not exist: nothing is put on them."""
         state = jax.tree.map(sharding.shape_at, self._shapes, self._shardings)
         place = NamedSharding(self.mesh, sharding.BATCH)
         tokens: Any = jax.ShapeDtypeStruct(self._shape, jnp.int32, sharding=place)
@@ -263,7 +263,7 @@ class JaxEngine:
         return {name: float(value) for name, value in jax.device_get(metrics)._asdict().items()}
 
     def window_losses(self, state: State, windows: NDArray[np.int32]) -> NDArray[np.floating[Any]]:
-        """The loss of each window [rows, context + 1], a mean over its tokens; every process gives and gets all."""
+        """The loss of each window [rows, context + 1], a mean over its tokens; every process passes and gets all."""
         padded = np.pad(windows, ((0, -len(windows) % self._row_shards), (0, 0)))
         return np.asarray(self._window_losses(state.parameters, *self._put_both(padded)))[: len(windows)]
 

@@ -1,4 +1,4 @@
-"""AdamW from a recipe, in Optax, with what it remembers in named slots."""
+"""AdamW from a recipe, by Optax, with its state in named slots."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ Slots = dict[str, Tree]
 
 
 class Optimizer(NamedTuple):
-    """How gradients become a step."""
+    """Computes updates from gradients."""
 
     init: Callable[[Tree], Slots]  # parameters to slots before the first step
     update: Callable[[Tree, Tree, Slots, Array], tuple[Tree, Slots]]
@@ -26,7 +26,7 @@ class Optimizer(NamedTuple):
 def make_optimizer(recipe: Recipe, description: Description) -> Optimizer:
     """Clip by the global norm where asked for, then AdamW at a rate of -1.
 
-    The rate is the step's and applied there: a step that is left out does not count here, but it does for the rate.
+    The step applies the rate: a skipped step is not counted as an update here, but it does count for the rate.
     """
     settings = recipe.optimizer
     clip = optax.identity() if settings.clip is None else optax.clip_by_global_norm(settings.clip)
@@ -48,6 +48,6 @@ def make_optimizer(recipe: Recipe, description: Description) -> Optimizer:
 
 
 def learning_rate(recipe: Recipe) -> Callable[[Array], Array]:
-    """The rate of the step that follows so many others."""
+    """The rate of the step after a number of steps."""
     peak, schedule, steps = recipe.optimizer.learning_rate, recipe.schedule, recipe.steps
     return lambda step: peak * schedule.fraction(step, steps, jnp)

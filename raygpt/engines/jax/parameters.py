@@ -18,7 +18,7 @@ Keys = Mapping[str, NDArray[np.int32]]
 
 
 def first_keys(description: Description, seed: int) -> Keys:
-    """Of every parameter that is drawn: [layers, 2]. Given to the compiled program, so that it serves any seed."""
+    """The keys of every drawn parameter: [layers, 2]. Arguments of the compiled program, which serves any seed."""
     drawn = [parameter for parameter in description.parameters if parameter.first.kind != "constant"]
     return {parameter.name: draws.keys(parameter, seed, description.sizes["layer"]) for parameter in drawn}
 
@@ -44,7 +44,7 @@ def _first(parameter: Parameter, description: Description, keys: Array | None) -
 
 
 def padded_shape(parameter: Parameter, description: Description) -> tuple[int, ...]:
-    """Of a parameter's array here."""
+    """The shape of a parameter's array here."""
     sizes = {**description.sizes, "vocabulary": padded_vocab(description.sizes["vocabulary"])}
     return tuple(sizes[axis] for axis in parameter.axes)
 
@@ -62,7 +62,7 @@ def from_plain(arrays: Arrays, description: Description, dtype: Any) -> dict[str
 
 
 def to_plain(arrays: Mapping[str, Any], description: Description) -> dict[str, NDArray[Any]]:
-    """The way back: the padding is cut off."""
+    """The inverse: removes the padding."""
     return {
         name: np.asarray(arrays[name])[tuple(slice(size) for size in shape)]
         for name, shape in description.shapes.items()

@@ -1,4 +1,4 @@
-"""This process as one of several that compute a JAX program together."""
+"""Connects this process with the others that compute one JAX program."""
 
 import contextlib
 import fcntl
@@ -17,15 +17,15 @@ COUNT = "--xla_force_host_platform_device_count"
 THREADS = 16  # of XLA's pool for each device of a CPU. A device that waits for another in an all-reduce holds a thread;
 #               with one for each core, two all-reduces at once held them all, and the step never ended
 FEW = 2  # threads suffice where there are at most two of them at once; with more, products wait for threads
-ASKED = "NPROC" in os.environ  # the user has said how many
+ASKED = "NPROC" in os.environ  # the user has set it
 
 
 def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cores: int) -> None:
-    """Make this worker one of the processes. Everything is set before JAX looks for devices."""
+    """Join the other processes. Everything is set before JAX looks for devices."""
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")  # without CUDA in JAX this fails instead of crawling
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # JAX takes three quarters otherwise
+        os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")  # without CUDA in JAX this fails instead of running slowly
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # JAX's default is three quarters
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
     use_cores(cores)
@@ -40,23 +40,23 @@ def use_cores(cores: int, threads: int = THREADS) -> None:
     """Each core of a CPU is a device: XLA computes the small matrix products of small models on one core."""
     _have_threads(threads * cores)
     flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} {COUNT}={cores}".strip()  # the last counts
+    os.environ["XLA_FLAGS"] = f"{flags} {COUNT}={cores}".strip()  # the last flag counts
     import jax
 
-    jax.config.update("jax_cpu_enable_async_dispatch", False)  # steps that wait in line would hold threads, too
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # queued steps would occupy threads, too
 
 
 def _have_threads(count: int) -> None:
-    """In XLA's pool, which is made when JAX first looks for devices."""
+    """Set the size of XLA's thread pool, which is created when JAX first looks for devices."""
     if not ASKED:
         os.environ["NPROC"] = str(count)
 
 
 def set_up(recipe: Recipe | None = None) -> None:
-    """For the engine of a recipe, or of a trained model: what is compiled is kept.
+    """Set up JAX for the engine of a recipe, or for a trained model: compiled programs are cached.
 
-    `training.deterministic` leaves out, on GPUs, sums whose order is left to chance, and kernels chosen by their speed
-    just now. Copies of the model on CPUs never exchange more than two things at once (test_step_counts.py).
+    `training.deterministic` excludes, on GPUs, sums without a fixed order and kernels chosen by timing. Copies of the
+    model on CPUs never run more than two collectives at once (test_step_counts.py).
     """
     devices = re.findall(rf"{COUNT}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if recipe and recipe.cluster.mesh.is_data_alone and devices and os.environ.get("JAX_PLATFORMS") == "cpu":
@@ -67,7 +67,7 @@ def set_up(recipe: Recipe | None = None) -> None:
 
 
 def keep_compiled() -> None:
-    """On this machine, for the next run."""
+    """Cache compiled programs on this machine, for the next run."""
     import jax
 
     jax.config.update("jax_compilation_cache_dir", str(_kept()))
@@ -79,23 +79,25 @@ def _kept() -> Path:
     return cache_folder() / "compiled"
 
 
-@functools.cache  # once in a process: join and set_up both ask for it, and on TPUs, where Ray joins them, set_up alone
+@functools.cache  # once per process: join and set_up both call it; on TPUs, where Ray connects processes, only set_up
 def _keep_from_every_process() -> None:
-    """JAX keeps only what process 0 compiles. The other nodes, and on CPUs the other processes, whose programs are not
-    quite the same, would compile everything at each start, also after a fault, while the first one waits for them."""
+    """JAX caches only what process 0 compiles. The other nodes, and on CPUs the other processes, whose programs differ
+    slightly, would compile everything at each start, also after a fault, while the first process waits for them."""
     from jax._src import distributed
 
     compiler: Any = import_module("jax._src.compiler")
     write, state = getattr(compiler, "_cache_write", None), distributed.global_state
-    if write is None:  # another JAX: no more is lost than time
+    if write is None:  # another version of JAX: only time is lost
         return
     with contextlib.suppress(OSError):
         _kept().mkdir(parents=True, exist_ok=True)
 
     def write_as_first(*arguments: Any) -> None:
-        # A disk that is full is no reason to end
+        # A full disk must not end the run
         with contextlib.suppress(OSError), (_kept() / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # several may have compiled the same, and JAX writes in place
+            fcntl.flock(
+                lock, fcntl.LOCK_EX
+            )  # several processes may have compiled the same program, and JAX writes in place
             rank, state.process_id = state.process_id, 0
             try:
                 write(*arguments)
@@ -106,7 +108,7 @@ def _keep_from_every_process() -> None:
 
 
 def leave() -> None:
-    """Part from the other processes."""
+    """Disconnect from the other processes."""
     import jax
 
     jax.distributed.shutdown()

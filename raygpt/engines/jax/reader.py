@@ -1,6 +1,6 @@
-"""A trained model read by JAX on one device: texts scored, and written on through a cache.
+"""Inference by JAX on one device: log-probabilities of texts, and generation with a cache.
 
-Unlike the training engine's, the layers' parameters and caches are arrays of their own: a layer cut out of a stack is
+Unlike in the training engine, each layer's parameters and caches are separate arrays: a layer sliced from a stack is
 copied for every token, which for GPT-2 on a CPU costs more than the arithmetic.
 """
 
@@ -27,7 +27,7 @@ from raygpt.models import describe
 
 
 class Parameters(NamedTuple):
-    """The model's, on the device."""
+    """The model's parameters on the device."""
 
     top: dict[str, Array]  # embeddings, the last norm, the head
     blocks: tuple[dict[str, Array], ...]  # of each layer
@@ -46,7 +46,7 @@ class JaxReader:
         self._attention, _ = choose_attention(self._device, self._dtype, mesh, model)
 
     def describe(self) -> dict[str, str]:
-        """Device and precision, for people."""
+        """Device and precision, for the console."""
         return {
             "engine": f"jax {jax.__version__}",
             "device": self._device.device_kind,
@@ -62,7 +62,7 @@ class JaxReader:
         return jax.device_put(Parameters(top, blocks), self._device)
 
     def prefill(self, state: Parameters, ids: NDArray[np.int32]) -> tuple[NDArray[np.floating[Any]], Any]:
-        """Read prompts [rows, time], padded to a bucket. Padding is overwritten before it is looked at."""
+        """Read prompts [rows, time], padded to a bucket. Padding is overwritten before it is read."""
         rows, time = ids.shape
         padded = np.zeros((rows, bucket(time, self.context)), dtype=np.int32)
         padded[:, :time] = ids
@@ -73,7 +73,7 @@ class JaxReader:
     def decode(
         self, state: Parameters, ids: NDArray[np.int32], start: Positions, cache: Any
     ) -> tuple[NDArray[np.floating[Any]], Any]:
-        """Read one id a row, [rows, 1], after `start` earlier ones."""
+        """Read one id per row, [rows, 1], after `start` earlier ones."""
         return self._read(state, ids, start, ids.shape[1] - 1, cache)
 
     def _read(self, state: Parameters, ids: NDArray[np.int32], start: Positions, last: int, caches: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Where arrays lie: a mesh of `data`, `fsdp`, `tensor` and `context` axes, and the place of every array on it.
+"""How arrays are sharded: a mesh of `data`, `fsdp`, `tensor` and `context` axes, and every array's sharding on it.
 
-Rows of a batch are shared out over data × fsdp, time over context. Parameters are cut along fsdp (each device keeps a
-share, XLA gathers a layer when it is computed) and along tensor (heads, the MLP's hidden layer, the vocabulary).
+Rows of a batch are divided over data × fsdp, time over context. Parameters are sharded along fsdp (each device keeps a
+shard, XLA gathers a layer when it is computed) and along tensor (heads, the MLP's hidden layer, the vocabulary).
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,8 +39,8 @@ def _arranged(devices: Sequence[Any], shape: tuple[int, ...]) -> NDArray[Any]:
 
 
 def state_shardings(mesh: Mesh, description: Description, state: Any) -> Any:
-    """A sharding for every array of a state: a parameter's own, also for what an optimizer keeps of it in its slots;
-    every device has the rest."""
+    """A sharding for every array of a state: that of a parameter, also for its slots in the optimizer; the rest is
+    replicated."""
 
     def place(path: Any, leaf: Any) -> NamedSharding:
         parameter = description.by_name.get(getattr(path[-1], "key", ""))
@@ -50,30 +50,30 @@ def state_shardings(mesh: Mesh, description: Description, state: Any) -> Any:
 
 
 def from_this_host(array: Any, sharding: NamedSharding) -> jax.Array:
-    """An array that every process has, put on the devices: each keeps its share."""
+    """Put an array that every process has on the devices: each keeps its shard."""
     host = np.asarray(array)
     return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
 
 
 def on_this_host(array: jax.Array) -> NDArray[Any]:
-    """The whole of an array; every process takes part where others have shares of it."""
+    """A full array in host memory; every process takes part if it is sharded over processes."""
     return np.asarray(array if array.is_fully_addressable else process_allgather(array, tiled=True))
 
 
 def shape_at(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """An array that is not there, only its shape and place."""
+    """An abstract array: only its shape and sharding."""
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
 def constrain_residual(mesh: Mesh, x: jax.Array) -> jax.Array:
-    """The residual stream [rows, time, width] where it belongs."""
+    """Constrain the sharding of the residual stream [rows, time, width]."""
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, RESIDUAL))
 
 
 def gather_tables(mesh: Mesh, description: Description, parameters: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Parameters with fsdp's shares of the token tables together, as lookup and head need them.
+    """Parameters with the token tables gathered over fsdp, as lookup and head need them.
 
-    Left to itself on fsdp × tensor, XLA looks the shares up and brings the whole batch's rows to every device instead.
+    By default on fsdp × tensor, XLA looks up the shards and sends the whole batch's rows to every device instead.
     """
 
     def gather(table: jax.Array) -> jax.Array:
@@ -85,7 +85,7 @@ def gather_tables(mesh: Mesh, description: Description, parameters: Mapping[str,
 
 
 def _fitting(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """The spec without the axes that do not divide their dimension: such an array is repeated there instead."""
+    """The spec without the axes that do not divide their dimension: the array is replicated along those."""
     return P(
         *(axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(spec, shape, strict=False))
     )

@@ -32,15 +32,15 @@ class State(NamedTuple):
     """Everything that a step changes."""
 
     parameters: Tree
-    slots: Slots  # what the optimizer remembers
-    updates: Array  # int32: steps that were not left out
+    slots: Slots  # the optimizer's state
+    updates: Array  # int32: steps that were not skipped
     step: Array
     scale: LossScale
     spikes: Spikes
 
 
 class Batch(NamedTuple):
-    """A batch on the devices, cut into micro-batches."""
+    """A batch on the devices, split into micro-batches."""
 
     inputs: Array  # int32 [accumulation, rows, time]
     targets: Array
@@ -54,8 +54,8 @@ class Metrics(NamedTuple):
     loss: Array
     grad_norm: Array  # before clipping
     lr: Array
-    skipped: Array  # steps that were left out so far
-    spikes: Array  # steps that were far off so far
+    skipped: Array  # skipped steps so far
+    spikes: Array  # spikes so far
 
 
 class Forward(NamedTuple):
@@ -72,8 +72,8 @@ class Forward(NamedTuple):
     def __call__(
         self, parameters: Tree, inputs: Array, keys: Array | None
     ) -> tuple[Array, Array, int, tuple[int, int]]:
-        """The last hidden state, the table that makes logits of it, into how many chunks to cut that, and over how
-        many devices rows and time are shared out."""
+        """The last hidden state, the output table, the number of chunks, and the numbers of devices over which rows and
+        time are divided."""
         gathered = gather_tables(self.mesh, self.description, parameters)
         hidden = self.gpt(gathered, inputs, keys)
         axes, table = self.mesh.shape, gathered[self.description.output_table]
@@ -133,7 +133,7 @@ def make_step(
         totals = sums(state, batch._replace(weights=batch.weights * factor))
         # Divided here and not in the loss: a 500,000th of a token's gradient is zero in fp16.
         counted = batch.weights.sum() if batch.counted is None else batch.counted
-        divisor = jnp.maximum(counted, 1e-9) * factor  # a batch in which nothing counts has a loss of 0
+        divisor = jnp.maximum(counted, 1e-9) * factor  # the loss of a batch whose weights are all zero is 0
         loss, gradients = jax.tree.map(lambda total: total / divisor, totals)
         norm, rate = optax.tree.norm(gradients), jnp.asarray(learning_rate(state.step))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -146,7 +146,7 @@ def make_step(
         direction, slots = optimizer.update(gradients, state.parameters, state.slots, state.updates)
         parameters = optax.apply_updates(state.parameters, optax.tree.scale(-rate, direction))
         after = State(parameters, slots, state.updates + 1, state.step + 1, state.scale, spikes)
-        if guarded:  # on the device: the host need not wait to know
+        if guarded:  # on the device, so that the host does not wait
             stay = state._replace(step=after.step, spikes=spikes)
             after = jax.tree.map(partial(jnp.where, good), after, stay)
         if scaled:

@@ -6,11 +6,11 @@ import jax
 
 
 def start(folder: Path) -> None:
-    """Begin to write down what the devices and the host do."""
+    """Start to record what the devices and the host do."""
     jax.profiler.start_trace(str(folder), create_perfetto_trace=True)
 
 
 def stop(folder: Path) -> Path:
-    """End it; the file that Perfetto opens comes back, beside it lies what TensorBoard reads."""
+    """Stop recording. Returns the file that Perfetto opens; what TensorBoard reads is beside it."""
     jax.profiler.stop_trace()
     return next(folder.rglob("perfetto_trace.json.gz"))

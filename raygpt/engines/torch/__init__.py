@@ -1,4 +1,4 @@
-"""The PyTorch engine. This file imports no torch, so that its absence can be said in one line."""
+"""The PyTorch engine. This file does not import torch, so that its absence is a one-line error."""
 
 import importlib.util
 
@@ -6,7 +6,7 @@ from raygpt.errors import RaygptError
 
 
 def require_torch(implementation: str = "raygpt") -> None:
-    """Refuse, with the remedy, where a package is missing that this `model.implementation` needs."""
+    """Raise if a package that this `model.implementation` needs is missing."""
     needed = {"torch": "'raygpt[torch]'", "safetensors": "'raygpt[torch]'"}
     if implementation == "huggingface":
         needed["transformers"] = "transformers"

@@ -1,4 +1,4 @@
-"""Causal attention by PyTorch's fused kernels, and with a cache of the tokens before."""
+"""Causal attention by PyTorch's fused kernels, and with a key-value cache."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,7 +14,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Each token to those before it and itself; on CUDA a kernel that never stores the scores."""
+    """Attention of each token to itself and those before; on CUDA by a kernel that never stores the scores."""
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=_is_grouped(query, key))
 
 
@@ -33,20 +33,20 @@ class Span:
             self.end = start + time
             self.positions = own + start  # [time]
         else:
-            self.end = int(start.max()) + time  # known to the host: nothing waits for the device
+            self.end = int(start.max()) + time  # known on the host, so that nothing waits for the device
             self.positions = torch.as_tensor(start).to(device).long()[:, None] + own  # [rows, time]
 
     @property
     def visible(self) -> Tensor | None:
-        """The positions up to `end` that each token sees, all up to its own: [time, end] or [rows, 1, time, end]. None
-        stands for all of them."""
+        """The positions up to `end` that each token attends to, up to its own: [time, end] or [rows, 1, time, end].
+        None means all."""
         if isinstance(self.start, int) and self.end == self.start + 1:
             return None
         seen = torch.arange(self.end, device=self.positions.device) <= self.positions[..., None]
         return seen if seen.ndim == 2 else seen[:, None]
 
     def write(self, cache: Tensor, new: Tensor) -> Tensor:
-        """Put what is new [rows, kv_heads, time, head] into its places of a layer's cache; all of it up to `end`."""
+        """Write new values [rows, kv_heads, time, head] into a layer's cache. Returns the cache up to `end`."""
         if isinstance(self.start, int):
             cache[:, :, self.start : self.end] = new
         else:

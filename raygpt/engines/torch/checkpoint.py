@@ -1,7 +1,7 @@
 """Saving and restoring the PyTorch engine's state: a file of safetensors per shard, written in the background.
 
-Each file holds a part of every tensor (parameters, the optimizer's slots) and says in its header where in the whole it
-begins; `state.json` says the rest. So any number of processes reads just the parts that it needs. Nothing is pickled.
+Each file has a part of every tensor (parameters, the optimizer's slots), with its offset in the header; `state.json`
+has the rest. So any number of processes can read just the parts that they need. Nothing is pickled.
 """
 
 import json
@@ -30,7 +30,7 @@ FORMAT = 3  # of the tensors: in the second, queries, keys and values were one
 
 
 class Shard(NamedTuple):
-    """A part of a tensor, and where it is in the whole."""
+    """A part of a tensor, and its offset."""
 
     tensor: Tensor
     slices: Slices
@@ -40,25 +40,25 @@ class Saver:
     """Writes one state at a time; `save` returns as soon as the tensors are on their way off the device."""
 
     def __init__(self) -> None:
-        self._host: dict[str, Tensor] = {}  # kept between saves: making pinned memory is slow
+        self._host: dict[str, Tensor] = {}  # kept between saves: allocating pinned memory is slow
         self._making: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def reserve(self, shards: Mapping[str, Shard]) -> None:
-        """Begin to make the host's memory for what will be saved: for GPT-2 that is 1.5 GB, and takes 1.3 s if it is
-        pinned. Done while the first step is compiled, no step waits for it."""
+        """Start to allocate host memory for saves: for GPT-2 1.5 GB, which takes 1.3 s if pinned. It happens while the
+        first step is compiled, so no step waits for it."""
         tensors = {name: part.tensor for name, part in shards.items()}
         self._making = threading.Thread(target=self._make, args=(tensors,), daemon=True)
         self._making.start()
 
     @property
     def is_reserved(self) -> bool:
-        """Or about to be."""
+        """Whether memory is reserved, or being reserved."""
         return self._making is not None
 
     def save(self, shards: Mapping[str, Shard], folder: str, number: int, index: dict[str, Any] | None) -> None:
-        """Begin to write this process's shards as a file of that number, and the index where this process has it."""
+        """Start to write this process's shards as a file of that number, and the index if it is given."""
         self.wait()
         copied = self._copy({name: part.tensor for name, part in shards.items()})
         places = {name: " ".join(str(side.start) for side in part.slices) for name, part in shards.items()}
@@ -74,11 +74,13 @@ class Saver:
             except BaseException as error:
                 self._error = error
 
-        self._thread = threading.Thread(target=write)  # no daemon: a program that ends still finishes its checkpoint
+        self._thread = threading.Thread(
+            target=write
+        )  # not a daemon: the program finishes its checkpoint before it exits
         self._thread.start()
 
     def wait(self) -> None:
-        """Until what was begun is written; raises what went wrong."""
+        """Wait until the save is written; raises its error."""
         if self._thread:
             self._thread.join()
         error, self._error, self._thread = self._error, None, None
@@ -86,7 +88,7 @@ class Saver:
             raise error
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> torch.cuda.Event | None:
-        """Begin to copy to the host, in turn with the steps: the next one finds the tensors free to change."""
+        """Start to copy to the host, on the stream of the steps: the next step may change the tensors."""
         if self._making:
             self._making.join()
         self._make(tensors)
@@ -100,16 +102,16 @@ class Saver:
         return event
 
     def _make(self, tensors: Mapping[str, Tensor]) -> None:
-        """Host memory for those that have none yet."""
+        """Allocate host memory for tensors that have none yet."""
         gpu = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
-        with torch.cuda.device(gpu) if gpu else nullcontext():  # a new thread would begin on the first one
+        with torch.cuda.device(gpu) if gpu else nullcontext():  # a new thread's default is the first GPU
             for name, tensor in tensors.items():
                 if name not in self._host:
                     self._host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=gpu is not None)
 
 
 class CheckpointReader:
-    """The tensors in a folder, whole or in part."""
+    """Reads the tensors in a folder, completely or in part."""
 
     def __init__(self, folder: str):
         self.index = _read_index(folder)
@@ -142,14 +144,14 @@ class CheckpointReader:
             piece = part[_slices(lows, highs, begins)]
             result = result.to(piece.dtype)
             result[_slices(lows, highs, [side.start for side in wanted])] = piece
-        return result  # empty where a process has no part of a small tensor
+        return result  # empty if a process has no part of a small tensor
 
     def read_shard(self, kind: str, name: str, slices: Slices) -> Tensor:
         """Of a parameter, or of its slot."""
         return self.read(f"{kind}/{name}", slices)
 
     def _shape(self, name: str) -> list[int]:
-        """Of the whole, which ends where the last part does."""
+        """The shape of the full tensor, which ends where the last part does."""
         ends = [[*map(sum, zip(begins, part.get_shape(), strict=True))] for begins, part in self._parts[name]]
         return [max(sides) for sides in zip(*ends, strict=True)]
 
@@ -160,7 +162,7 @@ def _slices(lows: list[int], highs: list[int], origin: list[int]) -> Slices:
 
 
 def open_checkpoint(folder: str, heads: int) -> CheckpointReader:
-    """A checkpoint of this format, or of the one before, in which a model of so many heads was saved."""
+    """A checkpoint of this format or of the previous one, which needs the number of heads."""
     if _read_index(folder).get("format") == FORMAT:
         return CheckpointReader(folder)
     from raygpt.engines.torch.format2 import Format2Reader
@@ -184,7 +186,7 @@ def read_parameters(folder: str, model: Model, vocab: int) -> dict[str, Any]:
 
 
 def read_weights(folder: str, model: Model, vocab: int) -> Weights:
-    """A checkpoint on the host, as both engines understand it."""
+    """A checkpoint in host memory, as arrays that both engines understand."""
     reader = open_checkpoint(folder, model.heads)
     slots = {slot: _arrays(reader, slot, model, vocab) for slot in reader.slots}
     return Weights(_arrays(reader, PARAMETERS, model, vocab), slots, reader.index["step"])

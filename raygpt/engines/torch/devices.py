@@ -8,11 +8,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 
 def use_all_cores() -> None:
-    """PyTorch does by itself."""
+    """Nothing to do: PyTorch uses all cores by default."""
 
 
 def names() -> list[str]:
-    """What each GPU calls itself, or the CPU."""
+    """The name of each GPU, or of the CPU."""
     return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())] or ["CPU"]
 
 
@@ -22,7 +22,7 @@ def is_accelerated() -> bool:
 
 
 def peak_bytes() -> int:
-    """The most that was in use on the GPU; 0 without one."""
+    """The most memory in use on the GPU so far; 0 without one."""
     return torch.cuda.max_memory_allocated()
 
 
@@ -32,7 +32,7 @@ def choose_device() -> torch.device:
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:
-    """The recipe's, or the best that this device has."""
+    """The recipe's precision, or the best of this device."""
     if device.type == "cpu":
         return precision.choose_precision(wanted, "cpu")
     major, minor = torch.cuda.get_device_capability(device)
@@ -40,11 +40,11 @@ def choose_precision(wanted: str, device: torch.device) -> str:
 
 
 def accurate(dtype: torch.dtype) -> torch.dtype:
-    """fp32, or more where the arithmetic is in more: of parameters, norms and losses."""
+    """The dtype of parameters, norms and losses: fp32, or the arithmetic's if that is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """Makes matrix products of fp32 parameters in 16 bits; does nothing where all is computed in their dtype."""
+    """Computes matrix products of fp32 parameters in 16 bits; does nothing if everything is computed in their dtype."""
     is_mixed = dtype != accurate(dtype)
     return torch.autocast(device.type, dtype if is_mixed else None, enabled=is_mixed)

@@ -1,7 +1,7 @@
 """Dropout whose masks depend on seed, step, row, site and position alone: the same on any mesh.
 
-PyTorch's generator is a stream: what it gives depends on what was drawn before, and where. Here every element's bits
-are hashed from its row's key and its place in the row, so whoever computes a row drops the same.
+PyTorch's generator is a stream: its numbers depend on what was drawn before, and on which device. Here every element's
+bits are a hash of its row's key and its position in the row, so any process that computes a row drops the same.
 """
 
 import torch
@@ -19,7 +19,7 @@ def fold(key: tuple[Tensor, Tensor], number: Tensor | int) -> tuple[Tensor, Tens
 
 
 def dropout_keys(seed: int, step: int, rows: Tensor, sites: int) -> Tensor:
-    """A key for each place that drops and each row, by its number in the batch: int32 [sites, 2, rows]."""
+    """A key for each dropout site and each row, by its number in the batch: int32 [sites, 2, rows]."""
     key = torch.full_like(rows, START[0]), torch.full_like(rows, START[1])
     for number in (_int32(seed), _int32(step), rows):
         key = fold(key, number)
@@ -28,7 +28,7 @@ def dropout_keys(seed: int, step: int, rows: Tensor, sites: int) -> Tensor:
 
 
 def dropout(x: Tensor, keys: Tensor | None, rate: float) -> Tensor:
-    """Zero a share of x [rows, time, width] and scale the rest. `keys` [2, rows] are those of the site."""
+    """Zero a fraction of x [rows, time, width] and scale the rest. `keys` [2, rows] are those of the site."""
     if keys is None or not rate:
         return x
     _, time, width = x.shape

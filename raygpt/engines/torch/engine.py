@@ -41,7 +41,7 @@ from raygpt.models import describe
 
 
 def find_devices(recipe: Recipe) -> Devices:
-    """One device for each process that joined, as a recipe uses them."""
+    """The devices of a recipe: one for each connected process."""
     device = choose_device()
     cuda = device.type == "cuda"
     share = torch.get_num_threads() / cores()  # of a machine that several workers use
@@ -51,20 +51,24 @@ def find_devices(recipe: Recipe) -> Devices:
 
 
 def set_up(recipe: Recipe | None = None) -> None:
-    """Of matrix products in fp32 those on tensor cores, in TF32, are accurate enough, and several times faster.
+    """Set up PyTorch: fp32 matrix products use TF32 on tensor cores, which is accurate enough and several times faster.
 
-    `training.deterministic` leaves out sums whose order is left to chance, and kernels chosen by their speed just now.
+    `training.deterministic` excludes sums without a fixed order, and kernels chosen by timing.
     """
     torch.set_float32_matmul_precision("high")
     if recipe and recipe.training.deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # or cuBLAS may take another path when streams overlap
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = (
+            ":4096:8"  # otherwise cuBLAS may choose another algorithm when streams overlap
+        )
         torch.use_deterministic_algorithms(True)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # FlashAttention's backward pass has an order, cuDNN's has none
+        torch.backends.cuda.enable_cudnn_sdp(
+            False
+        )  # FlashAttention's backward pass sums in a fixed order, cuDNN's does not
         torch._inductor.config.deterministic = True
 
 
 class TorchEngine:
-    """Computes a recipe together with all processes that joined."""
+    """Computes a recipe together with all connected processes."""
 
     def __init__(
         self,
@@ -97,7 +101,7 @@ class TorchEngine:
         return self.mesh.size
 
     def describe(self) -> dict[str, str]:
-        """What computes, for people."""
+        """A description of the engine, for the console."""
         axes = {"data": self.mesh.data, "fsdp": self.mesh.fsdp, "tensor": self.mesh.tensor}
         cuda = self.device.type == "cuda"
         ours = self.recipe.model.implementation == "raygpt"
@@ -131,7 +135,7 @@ class TorchEngine:
         return self._joined(state)
 
     def gather(self, state: State) -> Weights:
-        """All of a state as arrays of this host. Every process takes part and gets it."""
+        """A full state as arrays in host memory. Every process takes part and gets it."""
         tensors: dict[str, dict[str, Tensor]] = {}
         for kind, name, tensor in state.tensors():
             tensors.setdefault(kind, {})[name] = gather_tensor(tensor, self.mesh).cpu()
@@ -139,14 +143,14 @@ class TorchEngine:
         return Weights(arrays.pop(PARAMETERS), arrays, state.step)
 
     def save(self, state: State, folder: str) -> None:
-        """Begin to write the state into a folder, in the background."""
+        """Start to write the state into a folder, in the background."""
         if self.mesh.is_first_copy:
             whole_run = {"format": FORMAT, "shares": self.mesh.num_shards, "step": state.step}
             index = whole_run if self.mesh.shard == 0 else None
             self._saver.save(self._shards(state), folder, self.mesh.shard, index)
 
     def _shards(self, state: State) -> dict[str, Shard]:
-        """What this process saves."""
+        """The shards that this process saves."""
         shards = {
             f"{kind}/{name}": Shard(local(tensor), shard_slices(tensor, self.mesh))
             for kind, name, tensor in state.tensors()
@@ -157,7 +161,7 @@ class TorchEngine:
         return shards
 
     def wait_for_save(self) -> None:
-        """Until the state that was last saved is written."""
+        """Wait until the last save is written."""
         self._saver.wait()
 
     @cached_property
@@ -165,7 +169,7 @@ class TorchEngine:
         return Saver()
 
     def restore(self, folder: str) -> State:
-        """The state that was saved there, by any number of processes."""
+        """The state that was saved in a folder, by any number of processes."""
         reader = open_checkpoint(folder, self.recipe.model.heads)
         state = self._blank(reader.index["step"])
         for kind in (PARAMETERS, *SLOTS):
@@ -176,7 +180,7 @@ class TorchEngine:
         return self._joined(state)
 
     def _blank(self, step: int = 0) -> State:
-        """A state whose parameters are not set yet. Where they are sharded, no device ever holds all of them."""
+        """A state whose parameters are not set yet. If they are sharded, no device ever has all of them."""
         with torch.device("meta"):
             objective = Objective(self._gpt_class(self.recipe.model, self.vocab, self._dtype), self.vocab)
         objective.to(self._param_dtype)
@@ -208,7 +212,7 @@ class TorchEngine:
                 local(tensor).copy_(values(name, shard_slices(tensor, self.mesh)))
 
     def _joined(self, state: State) -> State:
-        """Ready to train, now that its parameters are set."""
+        """The state, ready to train, after its parameters are set."""
         state.module = replicate(state.objective, self.mesh)
         if self._compiles and self.mesh.size == 1:
             state.objective.compile()
@@ -225,7 +229,7 @@ class TorchEngine:
 
     @property
     def micro_rows(self) -> int:
-        """Rows that are computed at a time, over all processes."""
+        """Rows of a micro-batch, over all processes."""
         return self._microbatches.micro_rows
 
     @cached_property
@@ -245,7 +249,7 @@ class TorchEngine:
     def _put(self, array: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self.device.type == "cuda":
-            tensor = tensor.pin_memory()  # or the copy would wait for the device
+            tensor = tensor.pin_memory()  # otherwise the copy would wait for the device
         return tensor.to(self.device, non_blocking=True)
 
     @cached_property
@@ -270,9 +274,9 @@ class TorchEngine:
         return metrics.read()
 
     def window_losses(self, state: State, windows: NDArray[np.int32]) -> NDArray[np.floating[Any]]:
-        """The loss of each window [rows, context + 1], a mean over its tokens; every process gives and gets all."""
+        """The loss of each window [rows, context + 1], a mean over its tokens; every process passes and gets all."""
         mine = self._own_rows(windows)
-        # Not compiled: without gradients it would be another program, and a validation is over before that is made.
+        # Not compiled: without gradients it is another program, and compiling takes longer than a validation.
         with torch.compiler.set_stance("force_eager"):
             losses = window_losses(state.objective, mine[:, :-1], mine[:, 1:], self._autocast)
         return self._of_all(losses).sum(1).flatten().cpu().numpy()[: len(windows)]  # over parts of time
@@ -289,12 +293,12 @@ class TorchEngine:
         return both[: len(windows), 0], both[: len(windows), 1] > 0
 
     def _own_rows(self, windows: NDArray[np.int32]) -> Tensor:
-        """Those of this process's group, all groups having as many."""
+        """The windows of this process's group; all groups have the same number."""
         padded = np.pad(windows, ((0, -len(windows) % self.mesh.dp_size), (0, 0)))
         return self._put(np.split(padded, self.mesh.dp_size)[self.mesh.dp_rank])
 
     def _of_all(self, own: Tensor) -> Tensor:
-        """What every process has, [groups, processes of a group, …]."""
+        """Gather every process's tensor: [groups, processes of a group, …]."""
         if self.mesh.size == 1:
             return own[None, None]
         parts = [torch.empty_like(own) for _ in range(self.mesh.size)]

@@ -14,7 +14,7 @@ from raygpt.errors import RaygptError
 
 
 class KeyedDropout(nn.Module):
-    """In nn.Dropout's place, with a mask that goes by keys."""
+    """Replaces nn.Dropout by masks that depend on keys."""
 
     def __init__(self, rate: float):
         super().__init__()
@@ -41,18 +41,18 @@ class HuggingFaceGPT(nn.Module):
             block.mlp.dropout = self._dropout(model.dropout)
 
     def _dropout(self, rate: float) -> KeyedDropout:
-        """The next place that drops, in the order in which ours has them."""
+        """The next dropout site, in the same order as in our model."""
         self._dropouts.append(KeyedDropout(rate))
         return self._dropouts[-1]
 
     @property
     def blocks(self) -> Any:
-        """As ours is named."""
+        """The name that our model uses."""
         return self.transformer.h
 
     @property
     def sites(self) -> int:
-        """Places that drop."""
+        """Number of dropout sites."""
         return len(self._dropouts)
 
     @property

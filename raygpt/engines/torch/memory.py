@@ -1,4 +1,4 @@
-"""Less memory for more computing: what a block's backward pass needs is computed again instead of kept."""
+"""Saves memory by recomputation: what a block's backward pass needs is computed again instead of stored."""
 
 from functools import partial
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 aten = torch.ops.aten
-PRODUCTS = {  # most of the time, and few of the bytes
+PRODUCTS = {  # most of the time, but few of the bytes
     aten.mm.default,
     aten.addmm.default,
     aten._scaled_dot_product_flash_attention.default,
@@ -19,10 +19,10 @@ PRODUCTS = {  # most of the time, and few of the bytes
 
 
 def recompute(block: nn.Module, what: str) -> None:
-    """Make a block keep everything (`none`), its matrix products alone (`products`), or its input alone (`blocks`)."""
+    """Make a block keep everything (`none`), only its matrix products (`products`), or only its input (`blocks`)."""
     if what == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # dropout goes by keys
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # dropout uses keys
     if what == "products":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
     block.forward = partial(checkpoint, block.forward, **options)

@@ -1,11 +1,11 @@
-"""This process as one of several that train together."""
+"""Connects this process with the others that train together."""
 
 import os
 from collections.abc import Sequence
 
 
 def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], threads: int) -> None:
-    """Make this worker one of the processes, with one GPU or so many threads. Comes before anything uses CUDA."""
+    """Join the process group, with one GPU or `threads` threads. Call it before anything uses CUDA."""
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus[0])
     import torch
@@ -18,7 +18,7 @@ def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], threa
 
 
 def leave() -> None:
-    """Part from the other processes."""
+    """Leave the process group."""
     import torch.distributed as dist
 
     if dist.is_initialized():

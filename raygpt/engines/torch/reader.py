@@ -1,4 +1,4 @@
-"""A trained model read by PyTorch on one device: it scores texts, and continues them with a cache. Not compiled."""
+"""Inference by PyTorch on one device: log-probabilities of texts, and generation with a cache. Not compiled."""
 
 import functools
 from typing import Any
@@ -18,7 +18,7 @@ from raygpt.engines.torch.model import GPT
 from raygpt.engines.torch.parameters import OwnLayout
 
 LogitsAndCache = tuple[NDArray[np.floating[Any]], Any]
-FEW = 16  # rows, up to which a product takes as long as reading its kernel
+FEW = 16  # up to this many rows a product takes as long as reading its kernel
 
 
 def product(x: Tensor, kernel: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def linear(layer: torch.nn.Linear, x: Tensor) -> Tensor:
 
 
 class TorchReader:
-    """raygpt's GPT, also where transformers' was trained: they compute the same."""
+    """Uses raygpt's GPT, also for runs of transformers' GPT-2: they compute the same."""
 
     def __init__(self, model: Model, vocab: int, *, device: torch.device | str | None = None):
         self.model, self.vocab, self.context = model, vocab, model.context
@@ -50,7 +50,7 @@ class TorchReader:
         self._autocast = autocast(self.device, self._dtype)
 
     def describe(self) -> dict[str, str]:
-        """Device and precision, for people."""
+        """Device and precision, for the console."""
         cuda = self.device.type == "cuda"
         return {
             "engine": f"torch {torch.__version__}",
@@ -69,7 +69,7 @@ class TorchReader:
             parameter.copy_(values(name, tuple(slice(size) for size in parameter.shape)))
         for module in gpt.modules():
             if isinstance(module, torch.nn.Linear):
-                module.to(self._dtype)  # once, where autocast would do it for every token
+                module.to(self._dtype)  # once; autocast would do it for every token
                 if self.device.type == "cpu":
                     module.forward = functools.partial(linear, module)  # type: ignore[method-assign]
         return gpt.eval()

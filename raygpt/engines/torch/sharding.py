@@ -1,4 +1,4 @@
-"""Where parameters and rows lie when several processes, each with one device, train together.
+"""How parameters and rows are distributed over several processes, each with one device.
 
 Rows of a batch are divided over data × fsdp. Along `data` every process has a copy (DDP), along `fsdp` each keeps
 rows of every parameter and gathers a block's when it is computed (FSDP); with both it is a copy per group of shards.
@@ -28,7 +28,7 @@ from raygpt.errors import RaygptError
 
 @dataclass(frozen=True)
 class Mesh:
-    """Processes in data × fsdp × tensor, and the place of this one."""
+    """Processes in data × fsdp × tensor, and the coordinates of this one."""
 
     data: int
     fsdp: int
@@ -42,7 +42,7 @@ class Mesh:
 
     @property
     def dp_size(self) -> int:
-        """Groups of processes that have rows of their own: the degree of data parallelism."""
+        """The degree of data parallelism: groups of processes with different rows."""
         return self.data * self.fsdp
 
     @property
@@ -52,7 +52,7 @@ class Mesh:
 
     @property
     def num_shards(self) -> int:
-        """Processes among which one copy of the parameters lies."""
+        """Processes over which one copy of the parameters is sharded."""
         return self.fsdp * self.tensor
 
     @property
@@ -62,7 +62,7 @@ class Mesh:
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether it is for this process to save its shard."""
+        """Whether this process saves its shard."""
         return self.rank < self.num_shards
 
     @property
@@ -72,22 +72,22 @@ class Mesh:
 
     @cached_property
     def devices(self) -> DeviceMesh:
-        """Made once: each making costs a group of processes."""
+        """Created once: each creation makes new process groups."""
         return init_device_mesh(
             self.device.type, (self.data, self.fsdp, self.tensor), mesh_dim_names=("data", "fsdp", "tensor")
         )
 
 
 def process_count() -> int:
-    """Of those that joined, or this one alone."""
+    """The number of connected processes, or 1."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def make_mesh(recipe: Recipe, device: torch.device) -> Mesh:
-    """The mesh of a recipe over the processes that joined."""
+    """The mesh of a recipe over the connected processes."""
     processes, heads = process_count(), recipe.model.heads
     sizes = recipe.cluster.mesh.over(processes)
-    if heads % sizes["tensor"]:  # it was -1: others are looked at when the recipe is read
+    if heads % sizes["tensor"]:  # only if it was -1: others are checked when the recipe is read
         raise RaygptError(
             f"cluster.mesh.tensor: {sizes['tensor']} processes are left for it, which do not divide model.heads "
             f"{heads}; write {gcd(sizes['tensor'], heads)}"
@@ -97,13 +97,13 @@ def make_mesh(recipe: Recipe, device: torch.device) -> Mesh:
 
 
 def shard_parameters(objective: Objective, mesh: Mesh) -> None:
-    """Cut every parameter along `tensor` and `fsdp`; what is on no device yet never is there whole."""
+    """Shard every parameter along `tensor` and `fsdp`; no device ever has all of a parameter that is not set yet."""
     if mesh.tensor > 1:
         objective.tensor = mesh.devices["tensor"]
         shard_matrices(objective.gpt, objective.tensor)
     if mesh.dp_size == 1 or mesh.num_shards == 1:
         return
-    # DDP knows no DTensor: copies of what `tensor` cut are FSDP's, of one shard.
+    # DDP does not support DTensor: with `tensor`, copies are made by FSDP with one shard.
     devices = mesh.devices["data", "fsdp"] if mesh.data > 1 else mesh.devices["fsdp"]
     for block in objective.gpt.blocks:
         fully_shard(block, mesh=devices)
@@ -113,7 +113,7 @@ def shard_parameters(objective: Objective, mesh: Mesh) -> None:
 
 
 def replicate(objective: Objective, mesh: Mesh) -> nn.Module:
-    """What to call in training: copies of the model sum their gradients while the backward pass still runs."""
+    """The module to call in training: copies of the model sum their gradients during the backward pass."""
     if mesh.num_shards > 1 or mesh.data == 1:
         return objective
     return DistributedDataParallel(objective, gradient_as_bucket_view=True)
@@ -122,7 +122,7 @@ def replicate(objective: Objective, mesh: Mesh) -> nn.Module:
 def synchronised(module: nn.Module, last: bool) -> AbstractContextManager[Any]:
     """A context for one micro-batch: copies exchange gradients, summed until then, only in the last one's.
 
-    Shards are exchanged in each: gradients of whole parameters would be as large as what FSDP cut.
+    Shards are exchanged in each: gradients of full parameters would need the memory that FSDP saves.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_all_reduce(last)
@@ -137,12 +137,12 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def shard_slices(tensor: Tensor, mesh: Mesh) -> Slices:
-    """Where that part is in the whole, by dimension."""
+    """The slices of that part in the full tensor, by dimension."""
     firsts, sizes = [0] * tensor.ndim, list(tensor.shape)
     for axis, (place, processes) in mesh.coordinates.items():
         dimension = _cut(tensor, axis)
         if dimension is not None:
-            size = -(-sizes[dimension] // processes)  # all parts are of one size but the last ones
+            size = -(-sizes[dimension] // processes)  # all parts have the same size, except the last ones
             before = min(place * size, sizes[dimension])
             firsts[dimension] += before
             sizes[dimension] = min(size, sizes[dimension] - before)
@@ -150,16 +150,16 @@ def shard_slices(tensor: Tensor, mesh: Mesh) -> Slices:
 
 
 def is_owner(tensor: Tensor, mesh: Mesh) -> bool:
-    """Whether this process's part is its own, or the first of those that are alike along `tensor`."""
+    """Whether this process's part is unique, or the first of identical ones along `tensor`."""
     return mesh.coordinates["tensor"][0] == 0 or _cut(tensor, "tensor") is not None
 
 
 def _cut(tensor: Tensor, axis: str) -> int | None:
-    """The dimension in which an axis of the mesh cuts a tensor."""
+    """The dimension in which an axis of the mesh shards a tensor."""
     if not isinstance(tensor, DTensor):
         return None
     placement = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)).get(axis)
-    return getattr(placement, "dim", None)  # FSDP's rows of what is cut already are no `Shard` to PyTorch
+    return getattr(placement, "dim", None)  # for FSDP on top of `tensor`, PyTorch's placement is not a `Shard`
 
 
 def total_norm(gradients: list[Tensor], mesh: Mesh) -> Tensor:

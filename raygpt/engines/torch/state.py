@@ -1,4 +1,4 @@
-"""Everything that a step changes: the model, the optimizer's slots, the step, fp16's loss scale, what is usual."""
+"""Everything that a step changes: the model, the optimizer's slots, the step, fp16's loss scale, spike statistics."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ FIRST_SCALE = 2.0**16  # of a micro-batch's mean loss in fp16, as in PyTorch's G
 
 @dataclass
 class State:
-    """A step changes it in place."""
+    """The training state; a step changes it in place."""
 
     objective: Objective
-    module: nn.Module  # the objective as training calls it: itself, or joined to its copies in other processes
-    parameters: dict[str, nn.Parameter]  # this process's shards; the modules hold whole ones while they compute
+    module: nn.Module  # what training calls: the objective, or its DDP wrapper
+    parameters: dict[str, nn.Parameter]  # this process's shards; modules have full parameters while they compute
     optimizer: torch.optim.AdamW
     step: int
     scale: LossScale
@@ -35,12 +35,12 @@ class State:
                 yield slot, name, self.optimizer.state[parameter][theirs]
 
     def numbers(self) -> dict[str, Tensor]:
-        """What else lies on the device, each a single number. Steps that were left out are no updates."""
+        """The other numbers on the device. Skipped steps are not counted as updates."""
         updates = next(iter(self.optimizer.state.values()))["step"]
         scale = {"loss_scale": self.scale.factor, "good_steps": self.scale.good_steps}
         return {"updates": updates, **scale, **self.spikes._asdict()}
 
     def set_updates(self, count: Tensor | int) -> None:
-        """AdamW counts them to know how far its averages are from zero."""
+        """Set AdamW's step counts, which it uses for bias correction."""
         for averages in self.optimizer.state.values():
             averages["step"].fill_(count)

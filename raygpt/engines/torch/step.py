@@ -26,18 +26,18 @@ class Batch(NamedTuple):
     targets: Tensor
     numbers: Tensor  # int32 [accumulation, rows]: which row of the batch each is
     weights: Tensor  # [accumulation, rows, time]: how much each target counts; nothing in rows that only pad
-    is_weighted: bool  # or each target of the batch's rows counts 1
+    is_weighted: bool  # otherwise each target of the batch's rows counts 1
 
 
 class Metrics(NamedTuple):
     """What a step reports, on its way from the device to the host."""
 
-    values: Tensor  # loss, gradient norm before clipping, steps that were left out, and that were far off, so far
+    values: Tensor  # loss, gradient norm before clipping, skipped steps and spikes so far
     lr: float
     arrived: torch.cuda.Event | None
 
     def read(self) -> dict[str, float]:
-        """Wait for them."""
+        """Wait for the values."""
         if self.arrived:
             self.arrived.synchronize()
         loss, norm, skipped, spikes = self.values.tolist()
@@ -45,7 +45,7 @@ class Metrics(NamedTuple):
 
 
 def make_step(recipe: Recipe, mesh: Mesh, autocast: torch.autocast, scaled: bool) -> Callable[[State, Batch], Metrics]:
-    """The function that takes a step. `scaled` is for fp16."""
+    """The function that computes a step. `scaled` is for fp16."""
     clip, rate = recipe.optimizer.clip, learning_rate(recipe)
     training, guarded = recipe.training, scaled or recipe.training.on_nan == "skip"
     backward = make_backward(recipe, mesh, autocast)
@@ -73,11 +73,11 @@ def make_step(recipe: Recipe, mesh: Mesh, autocast: torch.autocast, scaled: bool
 
 
 def make_backward(recipe: Recipe, mesh: Mesh, autocast: torch.autocast) -> Callable[[State, Batch, Tensor], Tensor]:
-    """(state, batch, scale) to the scaled loss of the whole batch; its gradients end up where PyTorch puts them."""
+    """(state, batch, scale) to the scaled loss of the whole batch; gradients are in `.grad` of the parameters."""
     tokens, seed, dropout = recipe.training.batch_tokens, recipe.training.seed, recipe.model.dropout > 0
 
     def backward(state: State, batch: Batch, scale: Tensor) -> Tensor:
-        # A process has a part of the loss: what DDP and FSDP average over processes has to be a sum.
+        # Each process has a part of the loss: DDP and FSDP average over processes, but it has to be a sum.
         factors = batch.weights * (scale * mesh.dp_size / (_weight_sum(batch, mesh) if batch.is_weighted else tokens))
         total = torch.zeros_like(scale)
         for micro, (inputs, targets, numbers, factor) in enumerate(zip(*batch[:3], factors, strict=True), start=1):
@@ -95,7 +95,7 @@ def make_backward(recipe: Recipe, mesh: Mesh, autocast: torch.autocast) -> Calla
 
 
 def _weight_sum(batch: Batch, mesh: Mesh) -> Tensor:
-    """Of all targets in all processes; 1 where none counts, whose loss then is 0."""
+    """The sum of all targets' weights in all processes; 1 if it is 0, so that the loss is 0."""
     total = batch.weights.sum()
     if mesh.size > 1:
         dist.all_reduce(total)
@@ -112,7 +112,7 @@ def window_losses(objective: nn.Module, inputs: Tensor, targets: Tensor, autocas
 
 
 def _sent(values: Tensor, lr: float) -> Metrics:
-    """Begin to copy metrics to the host, right behind the step, not behind all that is queued when they are read."""
+    """Start to copy metrics to the host right after the step, not after all that is queued when they are read."""
     if values.device.type != "cuda":
         return Metrics(values, lr, None)
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -1,9 +1,9 @@
-"""One matrix in several processes (`cluster.mesh.tensor`), by DTensor's plans.
+"""Tensor parallelism (`cluster.mesh.tensor`) by DTensor.
 
-Each has some heads, a part of the MLP's hidden layer and a part of the vocabulary. Between the matrices all have the
-whole stream of the same rows, so norms, positions and dropout are computed by each. The loss they share by time: each
-computes that of its part of every row, with the whole table, which is gathered for it. So no process computes logits
-twice, and the loss is the same code on every mesh.
+Each process has some heads, a part of the MLP's hidden layer and a part of the vocabulary. Between the matrices all
+have the full residual stream of the same rows, so each computes norms, positions and dropout. The loss is divided by
+time: each computes its part of every row, with the full table, which is gathered for that. So no process computes
+logits twice, and the loss is the same code on every mesh.
 """
 
 from torch import Tensor
@@ -16,9 +16,9 @@ from raygpt.models import Parameter
 
 
 def shard_matrices(gpt: GPT, devices: DeviceMesh) -> None:
-    """Cut the matrices of a model in which no parameter is set yet."""
+    """Shard the matrices of a model in which no parameter is set yet."""
     for parameter in gpt.description.parameters:
-        if parameter.is_vector or "tensor" not in parameter.mesh_axes:  # a bias is cut as its kernel is
+        if parameter.is_vector or "tensor" not in parameter.mesh_axes:  # a bias is sharded with its kernel
             continue
         module = parameter.name.removeprefix("blocks.").removesuffix(".kernel")
         for owner in gpt.blocks if parameter.is_stacked else [gpt]:
@@ -27,7 +27,7 @@ def shard_matrices(gpt: GPT, devices: DeviceMesh) -> None:
 
 
 def _style(parameter: Parameter) -> ParallelStyle:
-    """A table is cut by tokens; a kernel along what its product sums over, or along what comes out."""
+    """A table is sharded by tokens; a kernel along its input or its output axis."""
     if parameter.role != "matrix":
         return RowwiseParallel(input_layouts=Replicate())
     cut = parameter.axes[parameter.mesh_axes.index("tensor")]
@@ -35,11 +35,11 @@ def _style(parameter: Parameter) -> ParallelStyle:
 
 
 def own_time(x: Tensor, devices: DeviceMesh) -> Tensor:
-    """This process's part of x [rows, time, …], which all have; gradients of all parts come together."""
+    """This process's part of x [rows, time, …], which all have; the gradients of all parts are gathered."""
     whole = DTensor.from_local(x, devices, [Replicate()], run_check=False)
     return whole.redistribute(placements=[Shard(1)]).to_local()
 
 
 def gather_table(table: Tensor) -> Tensor:
-    """All of a table of which each has a part; gradients, which are of each one's tokens, are summed into the parts."""
+    """The full table, gathered from its parts; gradients, each of one process's tokens, are summed into the parts."""
     return table.full_tensor(grad_placements=[Partial()]) if isinstance(table, DTensor) else table

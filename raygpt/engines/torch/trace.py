@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-_running: list[Any] = []  # PyTorch has one profiler a process
+_running: list[Any] = []  # PyTorch has one profiler per process
 
 
 def start(folder: Path) -> None:
-    """Begin to write down what the host and the GPU do."""
+    """Start to record what the host and the GPU do."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     profiler = torch.profiler.profile(activities=kinds)
@@ -18,7 +18,7 @@ def start(folder: Path) -> None:
 
 
 def stop(folder: Path) -> Path:
-    """End it; the file that Perfetto opens comes back."""
+    """Stop recording. Returns the file that Perfetto opens."""
     profiler = _running.pop()
     profiler.stop()
     file = folder / "trace.json.gz"

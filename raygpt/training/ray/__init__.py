@@ -1,1 +1,1 @@
-"""Training on Ray: all that knows Ray Train. The rest of `training` imports no Ray."""
+"""Training on Ray: everything that uses Ray Train. The rest of `training` does not import Ray."""

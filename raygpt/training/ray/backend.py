@@ -1,7 +1,7 @@
-"""Ray Train's workers as processes that compute together, on CPUs and GPUs, with either engine.
+"""Connects Ray Train's workers as processes of one computation, on CPUs and GPUs, with either engine.
 
-Ray's own backend for JAX leaves CPU workers unconnected, and gives every worker of a node the same GPU. On TPUs, where
-it knows about slices, it is the one to use.
+Ray's own backend for JAX does not connect CPU workers, and gives every worker of a node the same GPU. On TPUs, where it
+knows about slices, we use it.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from raygpt.training.ray.private import get_address_and_port
 
 @dataclass
 class Processes(BackendConfig):
-    """For `DataParallelTrainer(backend_config=…)`; the engine's `processes.py` says how they join."""
+    """For `DataParallelTrainer(backend_config=…)`; the engine's `processes.py` connects them."""
 
     engine: str = "jax"
 
@@ -29,7 +29,7 @@ class Processes(BackendConfig):
 
 
 def backend_for(engine: str, accelerator: str) -> BackendConfig:
-    """How the workers of an engine join: on TPUs by Ray's backend, else by ours."""
+    """The backend that connects an engine's workers: Ray's on TPUs, else ours."""
     return JaxConfig(use_tpu=True) if accelerator == "tpu" else Processes(engine)
 
 
@@ -50,7 +50,7 @@ class _Backend(Backend):
 
 
 def _join(engine: str, address: str, workers: int, rank: int) -> None:
-    """In a worker: Ray says which GPUs of its node are its own; of the cores it takes its share."""
+    """Runs in a worker. Ray says which GPUs of the node it may use; the cores are divided evenly."""
     beside = ray.train.get_context().get_local_world_size()
     _processes(engine).join(address, workers, rank, ray.get_gpu_ids(), max(1, cores() // beside))
 

@@ -1,4 +1,4 @@
-"""A user function on the workers that recipes run on: CPUs, GPUs and TPUs alike."""
+"""Runs a user function on the same workers as recipes: CPUs, GPUs or TPUs."""
 
 import logging
 import time
@@ -43,11 +43,12 @@ def run(
     `ray.train.get_dataset_shard(name)` is a worker's part. `raygpt.training.ray.shards.Rows` instead are rows of a
     token store's batches, each worker's own, in order.
 
-    `cluster` has the keys of a recipe's but for `mesh`: `{"workers": 2, "accelerator": "gpu"}`. `watch` sees what the
-    function reports with `ray.train.report`; the last of each metric, and the last checkpoint, come back.
+    `cluster` has the keys of a recipe's `cluster` except `mesh`: `{"workers": 2, "accelerator": "gpu"}`. `watch` is
+    called with what the function reports by `ray.train.report`; the result has the last value of each metric and the
+    last checkpoint.
 
-    A fault ends the run unless `max_faults` is given: only a function that begins with `ray.train.get_checkpoint()`
-    goes on where it was. Three faults without a report in between end it all the same.
+    A fault ends the run unless `max_faults` is given: only a function that starts from `ray.train.get_checkpoint()`
+    can be resumed. Three faults without a report in between end the run anyway.
     """
     asked = check_part("cluster", {"max_faults": 0} | (cluster or {}))
     if "mesh" in asked.model_fields_set:
@@ -87,18 +88,18 @@ def run(
 
 
 def _torch_backend() -> BackendConfig:
-    """Ray's own: it sets the environment variables that PyTorch's libraries read, also for one worker."""
+    """Ray's backend: it sets the environment variables that PyTorch's libraries read, also for one worker."""
     from ray.train.torch import TorchConfig  # imports torch
 
     return TorchConfig()
 
 
 class _Reports(UserCallback):
-    """Passes on what the workers report: Ray's own result forgets it unless there was a checkpoint."""
+    """Forwards what the workers report: Ray's result drops it unless there was a checkpoint."""
 
     def __init__(self, mailbox: Any):
         self._mailbox = mailbox
-        self._reports = 0  # of all workers that the run has had: a fault after each is not one that repeats itself
+        self._reports = 0  # over all restarts: a fault after a new report is not a repeated one
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
         self._reports += 1

@@ -1,4 +1,4 @@
-"""A run on Ray Train: its workers, its run directory, and what comes of it."""
+"""Starts a run on Ray Train and waits for its result."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -31,17 +31,17 @@ from raygpt.training.stopping import clear_stop_request, stoppable
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to."""
+    """The result of a run."""
 
     path: str
-    metrics: dict[str, Any] = field(default_factory=dict)  # the last of each
+    metrics: dict[str, Any] = field(default_factory=dict)  # the last value of each
     checkpoint: str | None = None
     error: BaseException | None = None
-    stopped: int | None = None  # the step that it was stopped at, and saved
+    stopped: int | None = None  # the step after which it was stopped and saved
 
 
 def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: bool = False) -> Prepared:
-    """Make a run ready, for the cluster that this process is connected to where there is one."""
+    """Prepare a run, for the cluster that this process is connected to, if any."""
     if not ray.is_initialized():
         return prepared.prepare_run(recipe, watch, force, spare_cpus=lambda: 0)
     ensure_shared(prepared.run_folder_of(recipe))
@@ -51,15 +51,15 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
 
 
 def on_cluster(recipe: Recipe) -> Any:
-    """Inside the block there is a Ray cluster; a local one has CPUs for the workers, and as many as there are cores for
-    Ray Data besides, so that neither waits for the other."""
+    """Inside the block there is a Ray cluster. A local one has CPUs for the workers plus as many as there are cores for
+    Ray Data, so that neither waits for the other."""
     return connected(cpus=cores() + recipe.cluster.max_workers)
 
 
 def train(
     run: Prepared, watch: Callable[[Event], None] = lambda event: None, profile: tuple[int, int] | None = None
 ) -> Result:
-    """Run it to its end, or until it is stopped; `watch` sees every event as it comes. What fails is in the result.
+    """Train to the last step, or until stopped. `watch` gets every event as it comes; an error is in the result.
 
     `profile` is the first and the last step to trace.
     """
@@ -97,7 +97,7 @@ def train(
 
 @dataclass
 class Seen:
-    """What a driver has seen of its run."""
+    """The events of a run as its driver has received them."""
 
     watch: Callable[[Event], None]
     last: Line  # the last value of each metric
@@ -105,7 +105,7 @@ class Seen:
     error: BaseException | None = None
 
     def add(self, event: Event) -> None:
-        """Something that the workers say."""
+        """Handle an event of the workers."""
         match event:
             case Stopped(step):
                 self.stopped = step
@@ -114,7 +114,7 @@ class Seen:
         self.show(event)
 
     def show(self, event: Event) -> None:
-        """The terminal may be closed, and the run is to be saved all the same."""
+        """Pass an event to `watch`; a closed terminal must not keep the run from being saved."""
         with contextlib.suppress(OSError):
             self.watch(event)
 
@@ -124,7 +124,7 @@ class Seen:
 
 @contextlib.contextmanager
 def _outcome_kept(run_folder: str, seen: Seen) -> Iterator[None]:
-    """Writes down how the run ended, also where the block raises."""
+    """Record how the run ended, also if the block raises."""
     try:
         yield
     except BaseException as error:

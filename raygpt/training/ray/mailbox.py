@@ -1,4 +1,4 @@
-"""An actor between the workers of a run, its driver and Ray Train's controller. Nobody waits there."""
+"""An actor that passes messages between a run's workers, its driver and Ray Train's controller; calls never block."""
 
 import time
 from typing import Any, Literal
@@ -12,17 +12,17 @@ Request = Literal["stop", "save"]
 
 
 class Mailbox:
-    """What workers say, until the driver asks for it; how far they are; and what is requested of them."""
+    """Holds the workers' events until the driver takes them, their last step, and the requests to them."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._step, self._since = 0, time.monotonic()
         self._requests: set[Request] = set()
-        self._parts: dict[int, dict[int, Any]] = {}  # step -> rank -> what it says of its part of the checkpoint
+        self._parts: dict[int, dict[int, Any]] = {}  # step -> rank -> its report on its part of the checkpoint
         self._saved = 0
 
     def begin(self) -> None:
-        """A group of workers starts: what an earlier one has left half done does not count."""
+        """A group of workers starts: discard what an earlier group left unfinished."""
         self._parts.clear()
         self._since = time.monotonic()
 
@@ -35,18 +35,18 @@ class Mailbox:
         return events
 
     def beat(self, step: int) -> None:
-        """A step is taken."""
+        """Record that a step was taken."""
         self._step, self._since = step, time.monotonic()
 
     def last_beat(self) -> tuple[int, float]:
-        """The last step, and how many seconds ago it was."""
+        """The last step, and the seconds since."""
         return self._step, time.monotonic() - self._since
 
     def request(self, request: Request) -> None:
         self._requests.add(request)
 
     def take_requests(self) -> set[Request]:
-        """All requests since the last call; one to stop stays, lest workers that are lost just then begin anew."""
+        """All requests since the last call; a stop request stays, for workers that restart after a fault."""
         requests = set(self._requests)
         self._requests &= {"stop"}
         return requests
@@ -55,19 +55,19 @@ class Mailbox:
         return "stop" in self._requests
 
     def expect(self, step: int) -> None:
-        """A checkpoint is about to be written: what was told of an earlier try does not count."""
+        """A checkpoint is about to be written: discard the parts of an earlier attempt."""
         self._parts[step] = {}
 
     def add_part(self, step: int, rank: int, part: Any) -> None:
-        """A worker has written its part of a step's checkpoint, or could not."""
+        """A worker has written its part of a step's checkpoint, or failed to."""
         self._parts.setdefault(step, {})[rank] = part
 
     def parts_of(self, step: int) -> dict[int, Any]:
-        """What the workers told of a step, by rank."""
+        """The workers' reports on a step's checkpoint, by rank."""
         return self._parts.get(step, {})
 
     def saved(self, step: int) -> None:
-        """A checkpoint is whole."""
+        """A checkpoint was committed."""
         self._saved = step
         self._parts.pop(step, None)
 
@@ -77,10 +77,10 @@ class Mailbox:
 
 
 def open_mailbox() -> Any:
-    """On the driver's own node, which lives as long as the run does."""
+    """Start the actor on the driver's node, which lives as long as the run does."""
     return ray.remote(num_cpus=0, scheduling_strategy=this_node_strategy())(Mailbox).remote()
 
 
 def this_node_strategy() -> Any:
-    """Where an actor is to be."""
+    """The scheduling strategy that places an actor on this node."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

@@ -1,4 +1,4 @@
-"""A run's metrics among Ray's own, which Prometheus and Ray's dashboard read."""
+"""Exports a run's metrics through Ray's, which Prometheus and Ray's dashboard read."""
 
 from collections.abc import Mapping, Sequence
 
@@ -50,4 +50,4 @@ class RayMetrics:
             self._gauges[name].set(value)
 
     def close(self, is_well: bool) -> None:
-        """They go with the process."""
+        """Nothing to do: the gauges end with the process."""

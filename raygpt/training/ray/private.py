@@ -1,16 +1,16 @@
-"""What raygpt uses of Ray that Ray does not promise to keep: every such import, with the reason for it.
+"""Every import of a private part of Ray, with the reason for it.
 
 `tests/training/test_ray_private.py` looks each of them up in Ray, so a new version of Ray fails there by name.
 """
 
-# The process's Ray node, if it started one: whether a cluster is ours alone. And the function that prints what a
-# cluster says of a process that died, which would stand between our own lines.
+# The process's Ray node, if it started one: tells whether a cluster is ours alone. And the function that prints a
+# cluster's messages about dead processes, which would appear between our own lines.
 from ray._private import worker
 
 # A driver that connects by address does not present ~/.ray/auth_token by itself.
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
-# Whether an autoscaler can add nodes: the second autoscaler by its flag, the first by the status that it writes down.
+# Whether an autoscaler can add nodes: autoscaler v2 has a flag, v1 writes a status.
 from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.experimental.internal_kv import _internal_kv_get as internal_kv_get
 
@@ -22,16 +22,16 @@ from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
 
-# The controller is made by us (below): it needs the environment that Ray would give it, and how often it polls.
+# We create the controller ourselves (below): it needs the environment variables and the poll interval that Ray sets.
 from ray.train.v2._internal.constants import HEALTH_CHECK_INTERVAL_S_ENV_VAR, get_env_vars_to_propagate
 
-# Told apart when workers are lost: workers that could not start yet, and workers that died.
+# To distinguish workers that could not start yet from workers that died.
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 
 # We poll workers more often than Ray does, and end a run from another thread.
 from ray.train.v2._internal.execution.controller import TrainController
 
-# Ray has no public way to name a failure policy: ours gives up on a fault that repeats itself, and says what it was.
+# Ray has no public way to set a failure policy: ours describes each fault, and gives up on one that repeats.
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure as is_preemption_failure
 

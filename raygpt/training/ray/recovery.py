@@ -1,7 +1,7 @@
-"""What happens when workers are lost: they start again, a bounded number of times, unless that is of no use.
+"""What happens when workers are lost: they restart, a limited number of times, unless a restart cannot help.
 
-Ray Train asks a policy in its controller. An error that the user has to mend ends the run at once; so does a fault that
-comes back at the same step.
+Ray Train's controller calls this policy. An error that the user has to fix ends the run immediately; so does a fault
+that repeats at the same step.
 """
 
 import errno
@@ -23,30 +23,30 @@ from raygpt.training.ray.private import (
 DEATHS = (ray.exceptions.RayActorError, WorkerHealthCheckFailedError)
 REPEATED = 3  # faults at one step end the run
 DISK_TROUBLE = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
-STORAGE_S = 10.0  # that a storage which failed is given before workers ask it again
+STORAGE_S = 10.0  # pause after a storage failure, before the workers restart
 
 
 class Recovery(DefaultFailurePolicy):
-    """Counts faults, says what they were, and gives up on one that repeats itself."""
+    """Counts and reports faults, and gives up on one that repeats."""
 
     def __init__(self, config: Any, mailbox: Any, hang_after: float | None):
         super().__init__(config)
         self._mailbox, self._hang_after = mailbox, hang_after
-        self._steps: list[int | None] = []  # at which a fault struck; none where the step had nothing to do with it
+        self._steps: list[int | None] = []  # of the faults; None for one that is unrelated to a step
         self._nodes = _nodes()
 
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
         cause = root_cause(training_failed_error)
         if isinstance(cause, RaygptError) and not isinstance(cause, StorageError):
-            return FailureDecision.RAISE  # the user has to mend it
+            return FailureDecision.RAISE  # the user has to fix it
         decision = super().make_decision(training_failed_error)
         failure = getattr(training_failed_error, "controller_failure", None)
         if isinstance(failure, WorkerGroupStartupTimeoutError):
-            return decision  # nodes that are gone are still counted on for a while, and new ones take theirs to come
-        if isinstance(failure, OSError):  # Ray could not write down which checkpoints there are, which we do not ask it
+            return decision  # Ray counts lost nodes for a while, and new nodes take time to start
+        if isinstance(failure, OSError):  # Ray could not write its list of checkpoints, which we do not use
             decision = FailureDecision.RETRY
         if is_preemption_failure(training_failed_error):
-            self._say("a node was taken away", "")
+            self._say("a node was lost", "")
             return decision
         step, silent_s = ray.get(self._mailbox.last_beat.remote())
         what = self._describe(cause, training_failed_error, silent_s)
@@ -57,18 +57,18 @@ class Recovery(DefaultFailurePolicy):
         return self._judge(what, step, decision)
 
     def _has_lost_nodes(self) -> bool:
-        """Since the last fault. Workers that start take minutes, without a step: nodes may go one by one meanwhile."""
+        """Since the last fault. Workers take minutes to start, and several nodes may be lost meanwhile."""
         before, self._nodes = self._nodes, _nodes()
         return bool(before - self._nodes)
 
     def _judge(self, what: str, step: int, decision: FailureDecision) -> FailureDecision:
-        """Say what becomes of the last fault."""
+        """Decide about the last fault, and report it."""
         if self._steps[-REPEATED:] == [step] * REPEATED:
-            text = f"the same fault came {REPEATED} times after step {step}, so that it is no accident: {what}"
+            text = f"the same fault came {REPEATED} times after step {step}, so a restart does not help: {what}"
             self._mailbox.put.remote(GivenUp(f"{text}. The workers' logs say more"))
             return FailureDecision.RAISE
         limit = self.failure_config.max_failures
-        if len(self._steps) > limit:  # Ray itself would try to start workers for ever
+        if len(self._steps) > limit:  # Ray itself would retry for ever
             return FailureDecision.RAISE
         if decision == FailureDecision.RETRY:
             self._say(f"{what} after step {step}", f" (fault {len(self._steps)} of at most {limit})")
@@ -78,9 +78,9 @@ class Recovery(DefaultFailurePolicy):
         self._mailbox.put.remote(FaultHandled(f"{what}; the workers start again from the newest checkpoint{count}"))
 
     def _describe(self, cause: BaseException, error: Any, silent_s: float) -> str:
-        """In a few words: Ray's own explanation of a process that ended fills a screen.
+        """A short description: Ray's own explanation of a dead process fills a screen.
 
-        Who died comes before who failed, which is mostly because of that.
+        Workers that died are named rather than workers that failed, mostly as a consequence.
         """
         failures = getattr(error, "worker_failures", {})
         dead = [rank for rank, failure in failures.items() if isinstance(failure, DEATHS)]
@@ -99,7 +99,7 @@ def _nodes() -> set[str]:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """What a worker itself raised, out of what Ray wraps around it; a RaygptError before what followed from it."""
+    """The exception that a worker raised, unwrapped from Ray's; prefers a RaygptError to what followed from it."""
     failures = getattr(error, "worker_failures", {}).values()
     causes: list[BaseException] = [getattr(failure, "cause", None) or failure for failure in failures]
     for cause in causes:

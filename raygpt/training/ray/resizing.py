@@ -14,7 +14,7 @@ from raygpt.training.ray.private import (
     ScalingDecision,
 )
 
-SAVED_WITHIN_S = 120.0  # or the workers are resized without a checkpoint
+SAVED_WITHIN_S = 120.0  # after that the workers are resized without a checkpoint
 
 
 class NoAutoscalerPolicy(FixedScalingPolicy):
@@ -27,7 +27,7 @@ class NoAutoscalerPolicy(FixedScalingPolicy):
 
 
 class CheckpointBeforeResize(ElasticScalingPolicy):
-    """Adding workers starts all of them anew: so first a checkpoint is asked for, and waited for."""
+    """Requests a checkpoint, and waits for it, before workers are added: that restarts all of them."""
 
     def __init__(self, config: Any, mailbox: Any):
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""What a recipe's `cluster` asks of Ray: how many workers with what, and whether the cluster can give it."""
+"""Translates a recipe's `cluster` for Ray: number and resources of workers, and whether the cluster has them."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from raygpt.training.ray import private
 
 Accelerator = Literal["cpu", "gpu", "tpu"]
 Resources = dict[str, float]
-RESIZED_S = 30.0  # between two looks for nodes that an elastic run could grow onto
+RESIZED_S = 30.0  # between two checks for nodes that an elastic run could grow onto
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,20 @@ class Workers:
 
     @property
     def resources(self) -> Resources:
-        """Of one worker."""
+        """The resources of one worker."""
         defaults: dict[Accelerator, Resources] = {"cpu": {"CPU": 1}, "gpu": {"CPU": 1, "GPU": 1}, "tpu": self._tpu_host}
         return defaults[self.accelerator] | self.cluster.resources_per_worker
 
     @property
     def _tpu_host(self) -> Resources:
-        """All chips of one host: what a slice's topology says, or what the hosts of this cluster have."""
+        """All chips of one host, by the slice's topology or by what the hosts of this cluster have."""
         if self.cluster.topology:
             return dict(self._slice[1])
         return {"CPU": 1, "TPU": max((node.get("TPU", 0) for node in _nodes()), default=0)}
 
     @property
     def _slice(self) -> tuple[int, Resources]:
-        """Workers of one TPU slice, and the resources of each."""
+        """The number of workers of one TPU slice, and the resources of each."""
         cluster = self.cluster
         try:
             return get_tpu_worker_resources(
@@ -59,11 +59,11 @@ class Workers:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether there may be more or fewer of them as the run goes on."""
+        """Whether their number may change during the run."""
         return self.cluster.min_workers < self.cluster.max_workers
 
     def scaling(self) -> ScalingConfig:
-        """The same for Ray Train."""
+        """The workers as Ray Train's ScalingConfig."""
         cluster = self.cluster
         auto = "SPREAD" if self.accelerator == "tpu" else "PACK"
         try:
@@ -86,10 +86,10 @@ class Workers:
         env = dict(self.cluster.runtime_env)
         if self.accelerator == "gpu":
             env["env_vars"] = {"LD_LIBRARY_PATH": ""} | env.get("env_vars", {})
-        return env or None  # none at all starts two seconds faster
+        return env or None  # without one a worker starts two seconds faster
 
     def room(self) -> int:
-        """How many of these workers the cluster's nodes could hold, were nothing else running."""
+        """How many of these workers would fit on the cluster's nodes if nothing else were running."""
         if self.cluster.topology:
             return self._slice[0] * get_num_tpu_slices(self.cluster.topology, str(self.cluster.accelerator_type))
         wanted = dict(self.resources)
@@ -113,8 +113,8 @@ class Workers:
 def choose_workers(
     cluster: Cluster, engine: str | None = None, warn: Callable[[str], None] = lambda text: None
 ) -> Workers:
-    """`auto` takes a TPU or a GPU where the cluster has one; PyTorch knows no TPUs. What is installed on other machines
-    is their affair: on a cluster of our own a GPU that the engine cannot use is left alone, with a warning."""
+    """`auto` takes a TPU or a GPU if the cluster has one (PyTorch: GPUs only). On a cluster that we started, a GPU that
+    the installed engine cannot use is left unused, with a warning; other machines are not checked."""
     there: Resources = ray.cluster_resources()
     chosen = _found(cluster, engine, there) if cluster.accelerator == "auto" else cluster.accelerator
     is_mine = chosen == "gpu" and bool(there.get("GPU")) and is_our_own()
@@ -123,7 +123,7 @@ def choose_workers(
         return Workers(cluster, chosen)
     if cluster.accelerator == "gpu":
         raise RaygptError(f"cluster.accelerator: gpu is nothing that the {engine} installed here can use; {remedy}")
-    warn(f"the GPU of this machine is left alone, which the {engine} installed here cannot use; {remedy}")
+    warn(f"the GPU of this machine is not used: the {engine} installed here cannot use it; {remedy}")
     return Workers(cluster, "cpu")
 
 
@@ -133,7 +133,7 @@ def _found(cluster: Cluster, engine: str | None, there: Resources) -> Accelerato
 
 
 def ensure_room(workers: Workers, say: Callable[[str], None]) -> None:
-    """Refuse what the cluster can never give; say what is waited for where an autoscaler can bring it."""
+    """Refuse workers that can never fit; if an autoscaler can add nodes, say what the run waits for."""
     room, wanted = workers.room(), workers.cluster.min_workers
     if room >= wanted:
         return
@@ -145,7 +145,7 @@ def ensure_room(workers: Workers, say: Callable[[str], None]) -> None:
 
 
 def ensure_spare_cpus(workers: Workers) -> None:
-    """Refuse workers that leave Ray Data no CPU to read datasets with: they would wait for their batches for ever."""
+    """Refuse workers that leave no CPU for Ray Data to read datasets: they would wait for batches for ever."""
     if workers.spare_cpus() < 1 and not has_autoscaler():
         raise RaygptError(
             f"datasets: {workers} leave Ray Data no CPU ({_has()}); write fewer cluster.workers, or let functions make "
@@ -154,7 +154,7 @@ def ensure_spare_cpus(workers: Workers) -> None:
 
 
 def is_our_own() -> bool:
-    """Whether this process started the Ray cluster that it is on, and no other node has joined: it ends with us."""
+    """Whether this process started the Ray cluster and no other node has joined: it ends with this process."""
     node: Any = private.worker._global_node
     return node is not None and bool(node.is_head()) and len(ray.nodes()) == 1
 
@@ -162,8 +162,8 @@ def is_our_own() -> bool:
 def has_autoscaler() -> bool:
     """Whether the cluster can grow by itself.
 
-    Ray's monitor reports on every cluster. Where it only watches, it calls a node's type by the node's id. The second
-    autoscaler, which Kubernetes uses, only runs where there is something to scale.
+    Ray's monitor reports on every cluster; where it cannot scale, a node's type is the node's id. Autoscaler v2, which
+    Kubernetes uses, only runs where it can scale.
     """
     if private.is_autoscaler_v2(fetch_from_server=True):
         return True
@@ -173,8 +173,8 @@ def has_autoscaler() -> bool:
 
 
 def ensure_shared(run_folder: str) -> None:
-    """Refuse a storage that the nodes do not share: each has to find what is written here. Names say nothing: NFS looks
-    like any folder."""
+    """Refuse a storage that the nodes do not share, by writing a file and reading it on each: NFS looks like any
+    folder."""
     here = ray.get_runtime_context().get_node_id()
     others = [node for node in _alive() if node["NodeID"] != here]
     if not others:
@@ -192,7 +192,7 @@ def ensure_shared(run_folder: str) -> None:
 
 
 def not_shared(run_folder: str, node: str) -> str:
-    """The one line for a node that does not see what the driver wrote."""
+    """The error for a node that does not see what the driver wrote."""
     return (
         f"run.storage: {run_folder} is not the same folder on node {node}; write a folder that all nodes share (NFS), "
         "or s3://bucket/path"
@@ -214,7 +214,7 @@ def _nodes() -> list[Resources]:
 
 
 def _has() -> str:
-    """What a cluster has: 2 nodes, 8 CPU, 2 GPU."""
+    """What the cluster has: 2 nodes, 8 CPU, 2 GPU."""
     nodes = _nodes()
     totals = {name: sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU", "TPU")}
     counts = ", ".join(f"{amount:g} {name}" for name, amount in totals.items() if amount)

@@ -1,4 +1,4 @@
-"""A worker of Ray Train as the loop sees it. Metrics go into the run directory, events to the driver by an actor."""
+"""The loop's Session in a worker of Ray Train: metrics go into the run directory, events to the driver by an actor."""
 
 import time
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from raygpt.training.events import Event, Metrics, Restarted, Warned
 from raygpt.training.session import Listener, Orders, steps_until_next_poll
 from raygpt.training.watchdog import Watchdog
 
-REPORTED_S = 5.0  # at least so long between two checkpoints that Ray is told of: each time all workers wait for it
+REPORTED_S = 5.0  # the shortest time between two reports of a checkpoint to Ray: all workers wait for each
 
 
 class RaySession:
-    """A worker of Ray Train. Metrics go into the run directory; an actor holds them for the driver."""
+    """A worker of Ray Train."""
 
     def __init__(self, run_folder: str, mailbox: Any, watchdog: Watchdog):
         context = ray.train.get_context()
@@ -28,8 +28,8 @@ class RaySession:
         self._mailbox, self._watchdog = mailbox, watchdog
         self._metrics = MetricsFile(run_folder, self.warn)
         self._listener: Listener | None = None
-        self._preempted: Any = None  # the last that is known of nodes about to be lost
-        self._unreported: str | None = None  # a checkpoint that Ray does not know of yet
+        self._preempted: Any = None  # Ray's last notice of nodes about to be lost
+        self._unreported: str | None = None  # a checkpoint not yet reported to Ray
         self._reported = 0.0
 
     def emit(self, event: Event) -> None:
@@ -37,7 +37,7 @@ class RaySession:
             self._mailbox.put.remote(event)
 
     def listen(self, listener: Listener) -> None:
-        """Tell somebody else of the metrics, too; in rank 0."""
+        """Also send metrics to `listener`; in rank 0."""
         self._listener = listener
 
     def warn(self, text: str) -> None:
@@ -69,7 +69,7 @@ class RaySession:
         self._watchdog.rest()
 
     def orders(self, steps_per_s: float) -> Orders:
-        """Two collectives of Ray's, of about a millisecond each."""
+        """Takes two of Ray's collectives, about a millisecond each."""
         stop, save, report, next_poll = self._broadcast(self._wanted(steps_per_s) if self.rank == 0 else None)
         if report:
             self._report(str(report))
@@ -80,15 +80,15 @@ class RaySession:
         return Orders(stop, save or is_news, next_poll)
 
     def _wanted(self, steps_per_s: float) -> tuple[bool, bool, str | None, int]:
-        """Rank 0: what the driver and the controller request, the checkpoint that Ray is to be told of, and when the
-        next poll is due."""
+        """Rank 0: requests of the driver and the controller, the checkpoint to report to Ray, and when the next poll is
+        due."""
         requests = ray.get(self._mailbox.take_requests.remote())
         is_time = time.monotonic() - self._reported > REPORTED_S
         report, self._unreported = (self._unreported, None) if is_time else (None, self._unreported)
         return "stop" in requests, "save" in requests, report, steps_until_next_poll(steps_per_s)
 
     def _report(self, folder: str) -> None:
-        """Ray is told where it lies, and copies nothing."""
+        """Report a checkpoint's path to Ray, which copies nothing."""
         self._reported = time.monotonic()
         filesystem, path = storage.filesystem(folder) if storage.is_remote(folder) else (None, folder)
         checkpoint = Checkpoint(path, filesystem) if self.rank == 0 else None
@@ -119,7 +119,7 @@ class RaySession:
         self._mailbox.saved.remote(step)
 
     def close(self) -> None:
-        """Ray hears of the last checkpoint, and the metrics are all where they belong."""
+        """Report the last checkpoint to Ray, and write all metrics."""
         report = self._broadcast(self._unreported)
         if report:
             self._report(report)
@@ -129,7 +129,7 @@ class RaySession:
             self._listener.close()
 
     def fail(self) -> None:
-        """An error ends this worker: what was logged is kept, and told."""
+        """An error ends this worker: write and send the metrics logged so far."""
         self.flush()
         if self._listener:
             self._listener.close(is_well=False)

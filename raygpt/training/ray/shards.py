@@ -1,4 +1,4 @@
-"""Rows of batches as Ray Datasets, for user functions: every rank gets those that it needs."""
+"""Rows of batches as Ray Datasets for user functions: every rank gets the rows that it needs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of some batches of a feed, and which of them a rank needs: by default a share of its own of each batch."""
+    """Rows of some batches of a feed, and which of them a rank needs: by default an equal part of each batch."""
 
     feed: Feed
     batches: range
-    rows_of: Callable[[int, int, int], Sequence[int]] = rows_of_worker  # of batch_rows, rank, workers
+    rows_of: Callable[[int, int, int], Sequence[int]] = rows_of_worker  # takes batch_rows, rank, workers
 
     def all(self) -> "Dataset":
         return windows_dataset(self.feed, self.batches)
@@ -30,8 +30,8 @@ class Rows:
 class RowsByRank(DataConfig):
     """Gives every rank its rows through `ray.train.get_dataset_shard`, batch after batch; Ray splits other datasets.
 
-    Ray's own split deals blocks to whichever worker is hungry: in no order, and never the same row to two workers,
-    as a tensor or context axis wants it.
+    Ray's own split gives blocks to whichever worker is ready: in no fixed order, and never the same row to two workers,
+    which a tensor or context axis needs.
     """
 
     def __init__(self, rows: Mapping[str, Rows]) -> None:

@@ -32,15 +32,15 @@ from raygpt.training.ray.resizing import CheckpointBeforeResize, NoAutoscalerPol
 from raygpt.training.ray.scaling import Workers, ensure_room, is_our_own
 from raygpt.training.ray.shards import Rows, RowsByRank
 
-POLL_S = 0.2  # between two looks for events
-HEALTH_CHECK_S = 0.5  # between two looks at the workers; Ray's 2 s are felt at a run's start and end
-ENDED_S = 10.0  # that workers are given to end in good order
-RAYS_OWN = "checkpoint_manager_snapshot.json"  # refuses to start where a checkpoint that it names was pruned since
-ON_OTHERS_CLUSTERS = (PlacementGroupCleanerCallback, PreemptionCallback)  # which outlive a run, and lose nodes
+POLL_S = 0.2  # between two polls for events
+HEALTH_CHECK_S = 0.5  # between two checks of the workers; Ray's 2 s are noticeable at a run's start and end
+ENDED_S = 10.0  # how long workers may take to end cleanly
+RAYS_OWN = "checkpoint_manager_snapshot.json"  # Ray does not start if a checkpoint named there was pruned since
+ON_OTHERS_CLUSTERS = (PlacementGroupCleanerCallback, PreemptionCallback)  # these outlive a run, and may lose nodes
 
 
 class Trainer(DataParallelTrainer):
-    """Runs a function in every worker, with our answer to faults and a checkpoint before workers are added."""
+    """Runs a function in every worker, with our policies for faults and for adding workers."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class Trainer(DataParallelTrainer):
         self._controller: Any = None
 
     def _initialize_and_run_controller(self, **parts: Any) -> Any:
-        """Ray has no way to name another policy, nor to end a run from another thread: so its controller is made here,
-        where `fit` makes it."""
+        """Create the controller here, in place of Ray's `fit`: Ray has no other way to set a policy, or to end a run
+        from another thread."""
         scaling, is_ours = cast("Any", self.scaling_config), is_our_own()
         parts["failure_policy"] = Recovery(self.run_config.failure_config, self.mailbox, self._hang_after)
         if self.workers.is_elastic:
@@ -91,7 +91,7 @@ class Trainer(DataParallelTrainer):
         elif is_ours:
             parts["scaling_policy"] = NoAutoscalerPolicy(scaling)
         options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": this_node_strategy()}
-        if environment := get_env_vars_to_propagate():  # with one of its own no process that Ray has ready will do
+        if environment := get_env_vars_to_propagate():  # if none, Ray can use a prestarted process
             options["runtime_env"] = {"env_vars": environment}
         unused = (*(() if self.datasets else (DatasetsCallback,)), *(ON_OTHERS_CLUSTERS if is_ours else ()))
         self._controller = ray.remote(**options)(Controller).remote(unused, **parts)
@@ -99,7 +99,7 @@ class Trainer(DataParallelTrainer):
         return ray.get(self._controller.get_result.remote())
 
     def end(self) -> None:
-        """End the workers now, and whoever would start them again."""
+        """End the workers now, and the controller that would restart them."""
         if self._controller:
             with contextlib.suppress(ray.exceptions.RayError):  # it ends itself, or is busy or gone
                 ray.get(self._controller.abort.remote(), timeout=ENDED_S)
@@ -107,8 +107,8 @@ class Trainer(DataParallelTrainer):
 
 
 class Controller(TrainController):
-    """Ray's, which looks at its workers more often, and without callbacks that are of no use here: each starts a
-    process that takes a second or two of a core just when the workers start."""
+    """Ray's controller with more frequent health checks and without callbacks that we do not need: each starts a
+    process that takes a second or two of a core while the workers start."""
 
     def __init__(self, unused: tuple[type, ...], **parts: Any):
         parts["callbacks"] = [one for one in parts["callbacks"] if not isinstance(one, unused)]
@@ -122,13 +122,13 @@ class Controller(TrainController):
 def fit(
     trainer: Trainer, watch: Callable[[Event], None], poll: Callable[[], None] = lambda: None
 ) -> BaseException | None:
-    """Train to the end. `watch` sees the mailbox's events as they come, and `poll` is called between them: what it
-    raises ends the workers. Returns what went wrong, if anything."""
-    if trainer.workers.is_elastic:  # Ray waits a minute for nodes that are gone; nodes must come, not code start
+    """Train to the end. `watch` gets the mailbox's events as they come; `poll` is called in between, and an exception
+    from it ends the workers. Returns the error, if any."""
+    if trainer.workers.is_elastic:  # Ray's default is a minute
         os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
     ensure_room(trainer.workers, lambda text: watch(Waiting(text)))
     storage.delete(storage.join(trainer.run_folder, RAYS_OWN))
-    reasons: list[str] = []  # why it was given up
+    reasons: list[str] = []  # why the run was given up
 
     def pass_on() -> None:
         for event in ray.get(trainer.mailbox.take.remote()):
@@ -143,9 +143,9 @@ def fit(
 
 
 def _fit_in_thread(trainer: Trainer, poll: Callable[[], None]) -> BaseException | None:
-    """Ray's `fit` in a thread of its own, where its handler for Ctrl-C cannot be set, while this one polls.
+    """Run Ray's `fit` in another thread, where it cannot set its Ctrl-C handler, while this thread polls.
 
-    Where `poll` raises (a second Ctrl-C, a run that another driver has taken over) the workers end: Ray may live on.
+    If `poll` raises (a second Ctrl-C, a run taken over by another driver), the workers end; the cluster may live on.
     """
     failure: list[BaseException] = []
 
@@ -162,10 +162,10 @@ def _fit_in_thread(trainer: Trainer, poll: Callable[[], None]) -> BaseException 
             thread.join(POLL_S)
             poll()
         poll()
-    except ray.exceptions.RayError as error:  # of the actors that carry events
+    except ray.exceptions.RayError as error:  # from the actors that carry events
         trainer.end()
         return RaygptError(
-            f"Ray lost what this run is driven by ({first_line(error)}); the same command goes on with it"
+            f"Ray lost the actors that drive this run ({first_line(error)}); the same command resumes it"
         )
     except BaseException:
         trainer.end()

@@ -1,4 +1,4 @@
-"""What every worker of a run does: make the engine for the devices that there are, and run the loop."""
+"""What every worker of a run does: create the engine for its devices, and run the loop."""
 
 import contextlib
 import logging
@@ -49,13 +49,13 @@ def work(config: dict[str, Any]) -> None:
 
 
 def _find_run(run_folder: str) -> None:
-    """A node that came later may not share the run's storage."""
+    """Fail if this node, which may have joined later, does not share the run's storage."""
     if not storage.exists(storage.join(run_folder, RECIPE)):
-        raise StorageError(not_shared(run_folder, socket.gethostname()))  # or not yet: a mount may take a while
+        raise StorageError(not_shared(run_folder, socket.gethostname()))  # retried: a mount may take a while
 
 
 def make_engine(recipe: Recipe, vocab: int, session: Session) -> Engine:
-    """The recipe's engine; a batch is cut so that it fits, and every worker cuts it alike."""
+    """The recipe's engine, with a batch split so that it fits; the same in every worker."""
     module = engine_of(recipe.engine)
     module.set_up(recipe)
     split = split_batch(recipe, vocab, module.find_devices(recipe))
@@ -65,9 +65,9 @@ def make_engine(recipe: Recipe, vocab: int, session: Session) -> Engine:
 
 
 def log_to(run_folder: str, name: str) -> Path:
-    """What libraries have to say goes into the run's logs, not between its lines.
+    """Send the log messages of libraries to the run's logs, not to the console.
 
-    A file on s3 cannot be appended to: it is kept on the node, and what an earlier worker left there is uploaded.
+    A file on s3 cannot be appended to: the log stays on the node, and what an earlier worker left there is uploaded.
     """
     if storage.is_remote(run_folder):
         path = Path(tempfile.gettempdir(), "raygpt-logs", storage.digest(run_folder), name)
