@@ -14,9 +14,11 @@ from pydantic import Field, model_validator
 from raygpt.config.cluster import Cluster, Mesh
 from raygpt.config.data import Data, Source
 from raygpt.config.model import PRESETS, Model
+from raygpt.config.optimizer import Optimizer
 from raygpt.config.parts import May, Part, multiples_around, shown
 from raygpt.config.run import Run, Track
-from raygpt.config.training import TASKS, Optimizer, Schedule, Training
+from raygpt.config.schedule import Schedule
+from raygpt.config.training import TASKS, Training
 from raygpt.errors import RaygptError
 
 __all__ = [
