@@ -70,8 +70,8 @@ def train(
             run = launch.prepare_run(loaded, progress, force)
         if as_json:
             result = launch.train(run, training.tell_trouble, traced)
-            told = {"path": result.path, "metrics": result.metrics, "stopped": result.stopped}
-            _print_json({**told, "plan": run.plan.as_dict()})
+            outcome = {"path": result.path, "metrics": result.metrics, "stopped": result.stopped}
+            _print_json({**outcome, "plan": run.plan.as_dict()})
         elif run.is_finished:
             result = launch.train(run)
             training.show_finished(run)

@@ -118,12 +118,12 @@ def item_likelihoods(
     model: ScorableModel, name: str, items: Sequence[Item], watch: Watch = lambda done, total: None
 ) -> list[list[Likelihood]]:
     """The likelihoods of each item's pairs."""
-    asked = [TASKS[name].pairs(item) for item in items]
+    pairs_by_item = [TASKS[name].pairs(item) for item in items]
     try:
-        flat = iter(likelihoods(model, [pair for pairs in asked for pair in pairs], watch))
+        flat = iter(likelihoods(model, [pair for pairs in pairs_by_item for pair in pairs], watch))
     except RaygptError as error:  # a char tokenizer knows its own corpus' characters
         raise RaygptError(f"{name} cannot be evaluated: {str(error).partition(';')[0]}; leave it out") from None
-    return [[next(flat) for _ in pairs] for pairs in asked]
+    return [[next(flat) for _ in pairs] for pairs in pairs_by_item]
 
 
 def read_items(name: str, path: str | None, limit: int | None = None) -> list[Item]:

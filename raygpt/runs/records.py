@@ -73,8 +73,8 @@ def keep_sample(run_folder: str, step: int, *texts: str, prompts: Sequence[str] 
 
 def samples_of(step: int, texts: Sequence[str], prompts: Sequence[str] = ()) -> list[dict[str, Any]]:
     """{"step", "text"} of each text, with "prompt" if there are prompts."""
-    asked: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts] or [{}]
-    return [{"step": step, **prompt, "text": text} for prompt, text in zip(asked, texts, strict=True)]
+    fields: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts] or [{}]
+    return [{"step": step, **prompt, "text": text} for prompt, text in zip(fields, texts, strict=True)]
 
 
 def read_samples(run_folder: str) -> list[dict[str, Any]]:

@@ -70,12 +70,12 @@ class Evaluation:
 
     def _sample(self, state: Any, step: int) -> None:
         """Generate a text from each of the recipe's prompts, always with the same seed."""
-        asked, tokenizer = self._training.prompts, self._task.tokenizer
-        texts = prompts.write(self._engine, state, tokenizer, asked, self._training.seed)
-        for sample in records.samples_of(step, texts, asked):
+        recipe_prompts, tokenizer = self._training.prompts, self._task.tokenizer
+        texts = prompts.write(self._engine, state, tokenizer, recipe_prompts, self._training.seed)
+        for sample in records.samples_of(step, texts, recipe_prompts):
             self._session.emit(Sampled(**sample))
         write_or_warn(
             self._session,
             f"the samples of step {step}",
-            lambda: records.keep_sample(self._task.run_folder, step, *texts, prompts=asked),
+            lambda: records.keep_sample(self._task.run_folder, step, *texts, prompts=recipe_prompts),
         )

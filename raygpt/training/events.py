@@ -115,7 +115,7 @@ class Finished(Event):
     step: int
 
 
-# Messages for people
+# Messages for the console
 
 
 @dataclass(frozen=True)

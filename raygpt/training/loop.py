@@ -157,8 +157,8 @@ class Loop:
 
     def _make_profile(self) -> Profile:
         """The profiler of the requested steps, in one worker; usually there are none."""
-        asked = self._task.profile if self._session.rank == 0 else None
-        return Profile(*(asked or (0, 0)), self._task.run_folder, self._task.recipe.engine)
+        steps = self._task.profile if self._session.rank == 0 else None
+        return Profile(*(steps or (0, 0)), self._task.run_folder, self._task.recipe.engine)
 
     def _tell_profile(self, file: str | None) -> None:
         if file:

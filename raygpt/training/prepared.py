@@ -27,7 +27,7 @@ class Prepared:
     """A run that is ready to start."""
 
     recipe: Recipe  # with every length in steps
-    asked: Recipe  # as it was written, with epochs not converted
+    original: Recipe  # as it was written, with epochs not converted
     corpus: Mixture
     plan: Plan
     feed: Feed
@@ -90,9 +90,9 @@ def prepare_run(recipe: Recipe, watch: Watch, force: bool, spare_cpus: Callable[
 def _open_corpus(recipe: Recipe, stores: str, watch: Watch, spare_cpus: Callable[[], float]) -> Mixture:
     """The complete corpus; or, if its order allows it and a CPU is free, one that is tokenised during training."""
     text = growing_text(recipe.data, stores)
-    if text and (asked := recipe.training.in_epochs):
+    if text and (key := recipe.training.in_epochs):
         raise RaygptError(
-            f"{asked} needs the whole corpus, but data.order: sequential trains while it is still being tokenised; "
+            f"{key} needs the whole corpus, but data.order: sequential trains while it is still being tokenised; "
             "give training.steps, eval_every and checkpoint_every in steps, or write data.order: shuffled"
         )
     if text and (spare := spare_cpus()) >= 1:
@@ -102,5 +102,5 @@ def _open_corpus(recipe: Recipe, stores: str, watch: Watch, spare_cpus: Callable
 
 def _read_eval_items(recipe: Recipe) -> dict[str, Sequence[Item]]:
     """The items of each task to evaluate during training; read before the start, so that a missing file is found."""
-    asked = recipe.training
-    return {name: read_items(name, path, asked.eval_items) for name, path in choose(asked.eval_tasks).items()}
+    training = recipe.training
+    return {name: read_items(name, path, training.eval_items) for name, path in choose(training.eval_tasks).items()}

@@ -26,17 +26,17 @@ def stoppable(
 ) -> Iterator[Callable[[], None]]:
     """Inside the block signals order the workers to save and end. Yields the function that polls for `raygpt stop`."""
     uri = storage.join(run_folder, STOP_FILE)
-    asked = threading.Event()
+    requested = threading.Event()
     looked = time.monotonic()
     unsaid: list[str] = []  # printed later: a signal may interrupt a print
 
     def ask(who: str) -> None:
-        asked.set()
+        requested.set()
         stop_workers()
         unsaid.append(f"{who}: saving after one of the next steps")
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
+        if requested.is_set():
             raise KeyboardInterrupt
         ask(f"{signal.Signals(number).name}, once more to stop at once")
 
@@ -44,7 +44,7 @@ def stoppable(
         nonlocal looked
         while unsaid:
             watch(StopRequested(unsaid.pop(0)))
-        if asked.is_set() or time.monotonic() - looked < STOP_POLL_S:
+        if requested.is_set() or time.monotonic() - looked < STOP_POLL_S:
             return
         looked = time.monotonic()
         with contextlib.suppress(OSError, RaygptError):

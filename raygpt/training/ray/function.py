@@ -50,8 +50,8 @@ def run(
     A fault ends the run unless `max_faults` is given: only a function that starts from `ray.train.get_checkpoint()`
     can be resumed. Three faults without a report in between end the run anyway.
     """
-    asked = check_part("cluster", {"max_faults": 0} | (cluster or {}))
-    if "mesh" in asked.model_fields_set:
+    wanted = check_part("cluster", {"max_faults": 0} | (cluster or {}))
+    if "mesh" in wanted.model_fields_set:
         raise RaygptError("cluster.mesh: is a recipe's; leave it out, and call jax.make_mesh in the function")
     if engine not in ("jax", "torch"):
         raise RaygptError(f"engine: {engine!r} is not known; write jax or torch")
@@ -69,8 +69,8 @@ def run(
             case Waiting(text) | FaultHandled(text):
                 log.warning(text)
 
-    with connected(cpus=cores() + asked.max_workers):
-        mailbox, workers = open_mailbox(), choose_workers(asked, engine, log.warning)
+    with connected(cpus=cores() + wanted.max_workers):
+        mailbox, workers = open_mailbox(), choose_workers(wanted, engine, log.warning)
         if datasets:
             ensure_spare_cpus(workers)
         trainer = Trainer(

@@ -70,7 +70,7 @@ def train(
         return Result(folder, seen.last, checkpoints.folder_of(folder, run.after))
     with on_cluster(run.recipe), contextlib.closing(run.corpus), locked(folder) as check_lock:
         clear_stop_request(folder)
-        storage.write_bytes(storage.join(folder, RECIPE), run.asked.to_yaml().encode())
+        storage.write_bytes(storage.join(folder, RECIPE), run.original.to_yaml().encode())
         tokenizers.save(run.corpus.tokenizer, folder)
         if changed := resume.changed_rate(folder, run.after, run.recipe):
             seen.warn(changed)

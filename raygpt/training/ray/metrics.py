@@ -17,7 +17,7 @@ class RayMetrics:
         "val_loss": "Last validation loss.",
         "lr": "Learning rate.",
         "grad_norm": "Norm of the gradient before clipping.",
-        "skipped": "Steps that were left out so far.",
+        "skipped": "Skipped steps so far.",
         "spikes": "Steps whose loss or gradient norm was far above what is usual, so far.",
         "tokens": "Tokens trained on.",
         "tokens_per_s": "Tokens per second since the last log line.",

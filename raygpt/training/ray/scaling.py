@@ -183,8 +183,10 @@ def ensure_shared(run_folder: str) -> None:
     storage.write_bytes(uri, b"")
     try:
         ask = ray.remote(num_cpus=0)(storage.exists)
-        asked = {node["NodeManagerHostname"]: ask.options(scheduling_strategy=_at(node)).remote(uri) for node in others}
-        for node, found in asked.items():
+        answers = {
+            node["NodeManagerHostname"]: ask.options(scheduling_strategy=_at(node)).remote(uri) for node in others
+        }
+        for node, found in answers.items():
             if not ray.get(found, timeout=120):
                 raise RaygptError(not_shared(run_folder, node))
     finally:
