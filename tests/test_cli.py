@@ -217,7 +217,7 @@ def test_a_bad_file_is_named_and_no_store_is_left(ray_cluster, raygpt, tmp_path,
     assert complaint in message
     assert name in message
     assert not (tmp_path / "store" / "index.json").exists()
-    assert re.search("not whole|no text", fails(raygpt("data", "show", "store")))
+    assert re.search("not complete|no text", fails(raygpt("data", "show", "store")))
 
 
 def test_a_missing_source_says_what_to_write(raygpt):

@@ -70,4 +70,4 @@ def test_tutorial_a_is_less_than_60_lines_on_raygpts_parts(example, tmp_path):
     (saved,) = tmp_path.glob("runs/function-*/step-40")  # the shares of both workers, as one
     weights = read_weights("jax", str(saved), recipe.model, 257)
     assert weights.step == 40
-    assert weights.parameters["transformer.wte.weight"].shape == (257, recipe.model.width)
+    assert weights.parameters["tokens"].shape == (257, recipe.model.width)

@@ -156,11 +156,10 @@ def test_cross_entropy_is_the_chunked_one(chunks, dtype):
     rows, time, width, vocab, padded = 3, 4, 32, 500, 512
     hidden, table = draw(0, rows * time, width, dtype=dtype), draw(1, padded, width, scale=0.3)
     targets = jnp.asarray(np.random.default_rng(2).integers(0, vocab, (rows, time)), jnp.int32)
-    weights = jnp.asarray([1.0, 0.0, 2.0])
+    weights = jnp.asarray(np.random.default_rng(3).uniform(0, 2, (rows, time)), jnp.float32).at[1].set(0.0)
 
     def ours(hidden, table):
-        by_token = jnp.repeat(weights, time)
-        total, losses = cross_entropy(hidden, table, targets.reshape(-1), by_token, vocab, chunks)
+        total, losses = cross_entropy(hidden, table, targets.reshape(-1), weights.reshape(-1), vocab, chunks)
         return total, losses.reshape(rows, time).sum(1)
 
     def theirs(hidden, table):

@@ -12,6 +12,7 @@ from raygpt.runs import open_run
 from raygpt.runs.records import keep_sample, read_samples
 from raygpt.show import training
 from raygpt.show.page import page
+from raygpt.training.events import Sampled
 
 CONTEXT, VOCAB = 12, 257
 
@@ -122,11 +123,11 @@ def test_the_page_shows_each_prompts_samples_beside_each_other(tmp_path):
 
 def test_the_terminal_shows_the_last_sample_of_each_prompt(capsys):
     said = [("one", 0), ("two", 0), ("one", 9), ("two", 9)]
-    training._show_samples([{"step": step, "prompt": word, "text": f"{word} [b]at {step}"} for word, step in said])
+    training._show_samples([Sampled(step, f"{word} [b]at {step}", word) for word, step in said])
     out = capsys.readouterr().out
     assert out == (
         "\na sample of what it writes now from 'one'\none [b]at 9\n"
         "\na sample of what it writes now from 'two'\ntwo [b]at 9\n"
     )
-    training._show_samples([{"step": 9, "text": "alone"}])
+    training._show_samples([Sampled(9, "alone")])
     assert capsys.readouterr().out == "\na sample of what it writes now\nalone\n"
