@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 train: $(VENV)/installed ## the default recipe, on this machine's CPU
 	$(BIN)/raygpt train tiny
 
-# Every contract, verb and bad input at least once, in less than ten minutes on two cores: those of the engines mostly
+# Every contract, verb and bad input at least once, in a quarter of an hour on two cores: those of the engines mostly
 # compile on one core, the others mostly wait for processes to start, so both at the same time.
 CASES := not slow and not extended
 test: $(VENV)/installed-dev
