@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from raygpt.config.cluster import Cluster, Mesh
 from raygpt.config.data import Data, Source
-from raygpt.config.model import PRESETS, Model
+from raygpt.config.model import PRESETS, SIZES, Model
 from raygpt.config.optimizer import Optimizer
 from raygpt.config.parts import May, Part, multiples_around, shown
 from raygpt.config.run import Run, Track
@@ -23,6 +23,7 @@ from raygpt.errors import RaygptError
 
 __all__ = [
     "PRESETS",
+    "SIZES",
     "TASKS",
     "Cluster",
     "Data",
@@ -122,6 +123,7 @@ class Recipe(Part):
         mesh, model = self.cluster.mesh, self.model
         for axis, size, key, whole in (
             ("tensor", mesh.tensor, "heads", model.heads),
+            ("tensor", mesh.tensor, "kv_heads", model.key_heads),
             ("context", mesh.context, "context", model.context),
         ):
             if size > 0 and whole % size:

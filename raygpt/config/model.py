@@ -1,40 +1,93 @@
 """`model`: what is trained."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from raygpt.config.parts import Integer, May, Number, Part, multiples_around
+from raygpt.config.parts import Integer, May, Number, Part, multiples_around, shown
 
-# Layers, heads, width of the four published GPT-2 sizes; all have a context of 1024.
-PRESETS = {
-    "gpt2": (12, 12, 768),
-    "gpt2-medium": (24, 16, 1024),
-    "gpt2-large": (36, 20, 1280),
-    "gpt2-xl": (48, 25, 1600),
+# What a preset sets, where the recipe does not: a published size of GPT-2, or the keys of a family, of any depth.
+PRESETS: dict[str, dict[str, Any]] = {
+    name: {"layers": layers, "heads": heads, "width": width, "context": 1024}
+    for name, layers, heads, width in (
+        ("gpt2", 12, 12, 768),
+        ("gpt2-medium", 24, 16, 1024),
+        ("gpt2-large", 36, 20, 1280),
+        ("gpt2-xl", 48, 25, 1600),
+    )
 }
+_MODERN = {"context": 1024, "norm": "rms", "position": "rope", "bias": False, "tied_head": False, "init": "modern"}
+PRESETS |= {
+    "llama": {**_MODERN, "mlp": "swiglu"},
+    "qwen3": {**_MODERN, "mlp": "swiglu", "qk_norm": True, "norm_epsilon": 1e-6, "rope_base": 1e6},
+    "nanochat": {
+        **_MODERN,
+        "mlp": "relu2",
+        "qk_norm": True,
+        "norm_gain": False,
+        "norm_epsilon": 1e-6,
+        "embedding_norm": True,
+        "softcap": 15.0,
+    },
+}
+SIZES = ("layers", "heads", "width")  # which a depth sets
+HEAD, WIDTH_PER_LAYER = 128, 64  # of a model that is chosen by its depth
+HIDDEN_MULTIPLE = 128  # of swiglu's hidden layer: matrix units need multiples
 
 
 class Model(Part):
-    """GPT-2's shape. The defaults are the tiny model's."""
+    """A decoder-only transformer. The defaults are GPT-2's layers in the tiny model's size."""
 
-    preset: Annotated[Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] | None, May.DIFFER] = Field(
-        None, description="A published size: layers, heads, width and context (1024) that are not set here."
+    preset: Annotated[
+        Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "llama", "qwen3", "nanochat"] | None, May.DIFFER
+    ] = Field(None, description="A published size of GPT-2, or a family: its keys, where they are not set here.")
+    depth: Annotated[Annotated[Integer, Field(gt=0)] | None, May.DIFFER] = Field(
+        None, description="One dial for the size: sets layers, width (64 a layer) and heads (of 128)."
     )
     layers: Integer = Field(4, gt=0, description="Transformer blocks.")
-    heads: Integer = Field(4, gt=0, description="Attention heads; must divide width.")
+    heads: Integer = Field(4, gt=0, description="Attention heads; must divide width, unless head_size is set.")
     width: Integer = Field(128, gt=0, description="Size of the residual stream.")
     context: Integer = Field(128, gt=0, description="Tokens that the model sees at once.")
+    head_size: Annotated[Integer, Field(gt=0)] | None = Field(None, description="Size of a head; null: width / heads.")
+    kv_heads: Annotated[Integer, Field(gt=0)] | None = Field(
+        None, description="Heads of keys and values, each for heads / kv_heads of queries; null: heads."
+    )
+    norm: Literal["layer", "rms"] = Field("layer", description="LayerNorm, or RMSNorm: without mean and bias.")
+    norm_gain: bool = Field(True, description="Norms multiply by a learned gain.")
+    norm_epsilon: Annotated[Number, May.DIFFER] = Field(1e-5, gt=0, description="Added to the variance in each norm.")
+    embedding_norm: bool = Field(False, description="A norm between the token embedding and the first block.")
+    qk_norm: bool = Field(False, description="Queries and keys pass a norm over each head, before RoPE.")
+    position: Literal["learned", "rope"] = Field(
+        "learned", description="A table of positions, or queries and keys that are rotated by them."
+    )
+    rope_base: Annotated[Number, May.DIFFER] = Field(
+        1e4, gt=1, description="rope: the slowest rotation takes 2π times so many tokens."
+    )
+    rope_share: Annotated[Number, May.DIFFER] = Field(
+        1.0, gt=0, le=1, description="rope: the fraction of a head that is rotated, fastest first."
+    )
+    mlp: Literal["gelu", "relu2", "swiglu"] = Field(
+        "gelu", description="The hidden layer: GPT-2's GELU, the square of ReLU, or SiLU of a gate."
+    )
+    hidden: Annotated[Integer, Field(gt=0)] | None = Field(
+        None, description="Size of the hidden layer; null: 4 · width, for swiglu 8/3 · width."
+    )
+    softcap: Annotated[Annotated[Number, Field(gt=0)] | None, May.DIFFER] = Field(
+        None, description="Logits become c · tanh(logits / c), none larger than c; null: not capped."
+    )
+    value_embeddings: Integer = Field(
+        0, ge=0, description="Token tables added to the values of as many first and last layers."
+    )
+    x0_mixing: bool = Field(False, description="Each block's input is a learned mixture with that of the first.")
     dropout: Annotated[Number, May.DIFFER] = Field(
         0.0, ge=0, lt=1, description="Fraction of activations dropped in training."
     )
-    bias: bool = Field(True, description="Biases in linear layers and norms.")
+    bias: bool = Field(True, description="Biases in linear layers and LayerNorm.")
     tied_head: bool = Field(True, description="The output head is the token embedding, transposed.")
-    init: Annotated[Literal["gpt2", "xavier"], May.DIFFER] = Field(
-        "gpt2", description="gpt2: normal 0.02, residual projections / sqrt(2·layers); xavier: uniform."
+    init: Annotated[Literal["gpt2", "xavier", "modern"], May.DIFFER] = Field(
+        "gpt2", description="First weights: gpt2 as published, xavier uniform, modern with zero outputs."
     )
-    norm_epsilon: Annotated[Number, May.DIFFER] = Field(1e-5, gt=0, description="Added to the variance in each norm.")
     precision: Annotated[Literal["auto", "bf16", "fp16", "fp32", "fp64"], May.DIFFER] = Field(
         "auto", description="Of the arithmetic; parameters stay fp32. auto: the best that the device has."
     )
@@ -44,17 +97,108 @@ class Model(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _sizes_from_preset(cls, value: object) -> object:
-        if not isinstance(value, Mapping) or str(value.get("preset")) not in PRESETS:
+    def _keys_of_preset_and_depth(cls, value: object) -> object:
+        if not isinstance(value, Mapping):
             return value
-        layers, heads, width = PRESETS[str(value["preset"])]
-        return {"layers": layers, "heads": heads, "width": width, "context": 1024, **value}
+        preset = PRESETS.get(str(value.get("preset")), {})
+        family = preset if "layers" not in preset else {}
+        depth = value.get("depth", 12 if family and not any(key in value for key in SIZES) else None)
+        try:
+            sizes = {} if depth is None else _sizes_of(int(depth))
+        except (ValueError, TypeError):
+            return value  # no whole number, as its field says
+        return {**preset, **sizes, **value, **({} if depth is None else {"depth": depth})}
+
+    @property
+    def size_of_head(self) -> int:
+        return self.head_size or self.width // self.heads
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def size_of_hidden(self) -> int:
+        wide = -(-8 * self.width // (3 * HIDDEN_MULTIPLE)) * HIDDEN_MULTIPLE if self.mlp == "swiglu" else 4 * self.width
+        return self.hidden or wide
+
+    @property
+    def not_gpt2(self) -> dict[str, Any]:
+        """The keys, with their values, by which the layers differ from GPT-2's."""
+        differs = {key: getattr(self, key) for key in GPT2_LAYERS if getattr(self, key) != _default(key)}
+        sizes = {
+            "head_size": self.size_of_head * self.heads != self.width,
+            "kv_heads": self.key_heads != self.heads,
+            "hidden": self.size_of_hidden != 4 * self.width,
+        }
+        return differs | {key: getattr(self, key) for key, other in sizes.items() if other}
 
     @model_validator(mode="after")
-    def _heads_divide_width(self) -> Self:
-        if self.width % self.heads:
+    def _sizes_fit(self) -> Self:
+        if self.head_size is None and self.width % self.heads:
             raise ValueError(
                 f"model.width: {self.width} does not divide into model.heads {self.heads} equal heads; "
                 f"write {multiples_around(self.width, self.heads)}"
             )
+        if self.heads % self.key_heads:
+            raise ValueError(
+                f"model.kv_heads: {self.kv_heads} does not divide model.heads {self.heads}; write a divisor of it"
+            )
+        if self.position == "rope" and self.size_of_head % 2:
+            raise ValueError(
+                f"model.position: rope rotates pairs, and a head of {self.size_of_head} is odd; write an even "
+                "model.head_size"
+            )
+        if self.value_embeddings * 2 > self.layers:
+            raise ValueError(
+                f"model.value_embeddings: {self.value_embeddings} tables are for as many layers at both ends, and "
+                f"there are {self.layers}; write {self.layers // 2} or less"
+            )
+        if self.value_embeddings and self.key_heads * self.size_of_head != self.width:
+            raise ValueError(
+                f"model.value_embeddings: its tables are as wide as model.width {self.width}, and the values are "
+                f"{self.key_heads * self.size_of_head}; leave out model.kv_heads and model.head_size"
+            )
         return self
+
+    @model_validator(mode="after")
+    def _keys_fit_each_other(self) -> Self:
+        for key in ("rope_base", "rope_share"):
+            if self.position != "rope" and getattr(self, key) != _default(key):
+                raise ValueError(
+                    f"model.{key}: {getattr(self, key)} has no effect with model.position {self.position}; "
+                    f"write model.position: rope, or leave model.{key} at {_default(key):g}"
+                )
+        if self.norm == "layer" and self.bias and not self.norm_gain:
+            raise ValueError("model.norm_gain: a LayerNorm with a bias has a gain too; write model.bias: false")
+        if self.implementation == "huggingface" and self.not_gpt2:
+            key, value = next(iter(self.not_gpt2.items()))
+            raise ValueError(
+                f"model.{key}: {shown(value)} is not transformers' GPT-2; write model.implementation: raygpt"
+            )
+        return self
+
+
+# Which of a model's keys say what its layers compute, besides sizes.
+GPT2_LAYERS = (
+    "norm",
+    "norm_gain",
+    "embedding_norm",
+    "qk_norm",
+    "position",
+    "mlp",
+    "softcap",
+    "value_embeddings",
+    "x0_mixing",
+)
+
+
+def _default(key: str) -> Any:
+    return Model.model_fields[key].default
+
+
+def _sizes_of(depth: int) -> dict[str, int]:
+    """Layers, heads and width of a depth: 12 is GPT-2 small's size, 18 its medium's, 30 its largest's."""
+    heads = max(1, -(-depth * WIDTH_PER_LAYER // HEAD))
+    return dict(zip(SIZES, (depth, heads, heads * HEAD), strict=True))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from raygpt import storage
-from raygpt.config import PRESETS, Model, Recipe
+from raygpt.config import PRESETS, SIZES, Model, Recipe
 from raygpt.corpus import tokenizers
 from raygpt.corpus.tokenizers import FILE_NAME, Gpt2, Tokenizer
 from raygpt.engines import engine_of, require
@@ -109,7 +109,7 @@ def _recipe(settings: Mapping[str, Any], tokenizer: Tokenizer, out: str, engine:
         "norm_epsilon": settings.get("layer_norm_epsilon", 1e-5),
         "tied_head": settings.get("tie_word_embeddings", True),
     }
-    preset = [name for name, sizes in PRESETS.items() if sizes == (model["layers"], model["heads"], model["width"])]
+    preset = [name for name, keys in PRESETS.items() if all(model.get(key) == keys.get(key) for key in SIZES)]
     values = {
         "engine": engine,
         "model": {**model, **({"preset": preset[0]} if preset else {})},

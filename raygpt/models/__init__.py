@@ -3,7 +3,7 @@
 Imports config and NumPy only. An engine uses a `Description` and has no list of parameters of its own.
 """
 
-from raygpt.models.description import Description, describe
+from raygpt.models.description import Description, describe, value_table_of
 from raygpt.models.parameter import FirstValues, Parameter
 
-__all__ = ["Description", "FirstValues", "Parameter", "describe"]
+__all__ = ["Description", "FirstValues", "Parameter", "describe", "value_table_of"]

@@ -1,8 +1,8 @@
 """A model's parameters and sizes, computed from its config. Everything else about the model follows from them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 from raygpt.config import Model
@@ -45,10 +45,11 @@ class Description:
     def flops_per_token(self) -> int:
         """Operations per token, forward and backward: 6 · parameters + 12 · layers · heads · head size · context.
 
-        The second term is attention's scores and sums. An untied token embedding is only looked up, so it does not
-        count; a tied one is multiplied as the head.
+        The second term is attention's scores and sums. A token table that is only looked up does not count; one that
+        is also the head does.
         """
-        looked_up = 0 if self.output_table == "tokens" else prod(self.shapes["tokens"])
+        tables = (p.name for p in self.parameters if p.role == "embedding" and "vocabulary" in p.axes)
+        looked_up = sum(prod(self.shapes[name]) for name in tables if name != self.output_table)
         attention = prod(self.sizes[axis] for axis in ("layer", "heads", "head", "context"))
         return 6 * (self.count - looked_up) + 12 * attention
 
@@ -60,46 +61,75 @@ class Description:
 
 def describe(model: Model, vocab: int) -> Description:
     """The description of a config with `vocab` tokens; the vocabulary has no padding here."""
-    head = model.width // model.heads
     sizes = {
         "layer": model.layers,
         "width": model.width,
         "heads": model.heads,
-        "kv_heads": model.heads,
-        "head": head,
-        "hidden": 4 * model.width,
+        "kv_heads": model.key_heads,
+        "head": model.size_of_head,
+        "hidden": model.size_of_hidden,
         "vocabulary": vocab,
         "context": model.context,
+        "value_layers": 2 * model.value_embeddings,
+        "one": 1,
     }
-    parameters = [
-        _table("tokens", "vocabulary", model),
-        _table("positions", "context", model),
-        *_norm("blocks.norm1", model),
-        *_linear("blocks.query", ("width",), ("heads", "head"), model, sizes),
-        *_linear("blocks.key", ("width",), ("kv_heads", "head"), model, sizes),
-        *_linear("blocks.value", ("width",), ("kv_heads", "head"), model, sizes),
-        *_linear("blocks.out", ("heads", "head"), ("width",), model, sizes, to_residual=True),
-        *_norm("blocks.norm2", model),
-        *_linear("blocks.up", ("width",), ("hidden",), model, sizes),
-        *_linear("blocks.down", ("hidden",), ("width",), model, sizes, to_residual=True),
-        *_norm("norm", model),
-    ]
+    return Description(sizes, tuple(_parameters(model, sizes)))
+
+
+def _parameters(model: Model, sizes: Mapping[str, int]) -> Iterator[Parameter]:
+    linear = partial(_linear, model=model, sizes=sizes)
+    yield _table("tokens", "vocabulary", model)
+    if model.position == "learned":
+        yield _table("positions", "context", model)
+    if model.value_embeddings:
+        yield from (_table(f"values{n}", "vocabulary", model) for n in range(model.value_embeddings))
+        yield Parameter("value_gains", ("value_layers",), "gain", ZEROS)
+    if model.embedding_norm:
+        yield from _norm("embedding_norm", "width", model)
+    if model.x0_mixing:
+        yield Parameter("blocks.residual.gain", ("layer", "one"), "gain", ONES)
+        yield Parameter("blocks.x0.gain", ("layer", "one"), "gain", ZEROS)
+    yield from _norm("blocks.norm1", "width", model)
+    yield from linear("blocks.query", ("width",), ("heads", "head"))
+    yield from linear("blocks.key", ("width",), ("kv_heads", "head"))
+    yield from linear("blocks.value", ("width",), ("kv_heads", "head"))
+    if model.qk_norm:
+        yield from _norm("blocks.query_norm", "head", model)
+        yield from _norm("blocks.key_norm", "head", model)
+    yield from linear("blocks.out", ("heads", "head"), ("width",), to_residual=True)
+    yield from _norm("blocks.norm2", "width", model)
+    if model.mlp == "swiglu":
+        yield from linear("blocks.gate", ("width",), ("hidden",))
+    yield from linear("blocks.up", ("width",), ("hidden",))
+    yield from linear("blocks.down", ("hidden",), ("width",), to_residual=True)
+    yield from _norm("norm", "width", model)
     if not model.tied_head:
-        first = _kernel_values(model, vocab, model.width)
-        parameters.append(Parameter("head", ("vocabulary", "width"), "head", first, fan_in=("width",)))
-    return Description(sizes, tuple(parameters))
+        first = ZEROS if model.init == "modern" else _kernel_values(model, sizes["vocabulary"], model.width)
+        yield Parameter("head", ("vocabulary", "width"), "head", first, fan_in=("width",))
+
+
+def value_table_of(model: Model, layer: int) -> tuple[str, int] | None:
+    """The table that is added to a layer's values, and the place of its gain: the n-th table is for the n-th layer and
+    for the n-th of as many last ones."""
+    tables, last = model.value_embeddings, layer - (model.layers - model.value_embeddings)
+    if layer < tables:
+        return f"values{layer}", layer
+    return (f"values{last}", tables + last) if last >= 0 else None
 
 
 def _table(name: str, axis: str, model: Model) -> Parameter:
     """An embedding: normal 0.02 as in GPT-2; beside Xavier's kernels with a variance of 1 / width, as in Flax."""
-    deviation = model.width**-0.5 if model.init == "xavier" else 0.02
+    deviation = {"gpt2": 0.02, "xavier": model.width**-0.5, "modern": 1.0}[model.init]
     return Parameter(name, (axis, "width"), "embedding", FirstValues("normal", deviation))
 
 
-def _norm(name: str, model: Model) -> list[Parameter]:
-    axes = ("layer", "width") if name.startswith("blocks.") else ("width",)
-    gain = Parameter(f"{name}.gain", axes, "gain", ONES)
-    return [gain, Parameter(f"{name}.bias", axes, "bias", ZEROS)] if model.bias else [gain]
+def _norm(name: str, axis: str, model: Model) -> Iterator[Parameter]:
+    """A gain and a bias over an axis, as far as the model's norms have them."""
+    axes = ("layer", axis) if name.startswith("blocks.") else (axis,)
+    if model.norm_gain:
+        yield Parameter(f"{name}.gain", axes, "gain", ONES)
+    if model.norm == "layer" and model.bias:
+        yield Parameter(f"{name}.bias", axes, "bias", ZEROS)
 
 
 def _linear(
@@ -109,16 +139,20 @@ def _linear(
     model: Model,
     sizes: Mapping[str, int],
     to_residual: bool = False,
-) -> list[Parameter]:
+) -> Iterator[Parameter]:
     """A kernel [layer, *inward, *outward] and its bias."""
     fan_in, fan_out = (prod(sizes[axis] for axis in axes) for axes in (inward, outward))
     first = _kernel_values(model, fan_in, fan_out, to_residual)
-    kernel = Parameter(f"{name}.kernel", ("layer", *inward, *outward), "matrix", first, fan_in=inward)
-    return [kernel, Parameter(f"{name}.bias", ("layer", *outward), "bias", ZEROS)] if model.bias else [kernel]
+    yield Parameter(f"{name}.kernel", ("layer", *inward, *outward), "matrix", first, fan_in=inward)
+    if model.bias:
+        yield Parameter(f"{name}.bias", ("layer", *outward), "bias", ZEROS)
 
 
 def _kernel_values(model: Model, fan_in: int, fan_out: int, to_residual: bool = False) -> FirstValues:
-    """GPT-2's normal 0.02, smaller for the projections that add to the residual stream; or Xavier's uniform."""
+    """GPT-2's normal 0.02, smaller for the projections that add to the residual stream; Xavier's uniform; or uniform
+    with those projections zero, so that every block begins as the identity."""
     if model.init == "xavier":
         return FirstValues("uniform", (6 / (fan_in + fan_out)) ** 0.5)
+    if model.init == "modern":
+        return ZEROS if to_residual else FirstValues("uniform", 0.5 * (3 / fan_in) ** 0.5)
     return FirstValues("normal", 0.02 / (2 * model.layers) ** 0.5 if to_residual else 0.02)

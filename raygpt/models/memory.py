@@ -20,9 +20,10 @@ def row_bytes(description: Description, remat: str, number_bytes: int, keeps_sco
     width, hidden, context = sizes["width"], sizes["hidden"], sizes["context"]
     heads, kv_heads = (sizes[axis] * sizes["head"] for axis in ("heads", "kv_heads"))
     scores = sizes["heads"] * context * (number_bytes + 4) if keeps_scores else 0  # softmax is in fp32
-    cut = (4 * heads + 2 * kv_heads + 2 * hidden) * number_bytes + scores  # what a tensor axis divides
+    gate = 2 * hidden if "blocks.gate.kernel" in description.by_name else 0
+    cut = (4 * heads + 2 * kv_heads + 2 * hidden + gate) * number_bytes + scores  # what a tensor axis divides
     everything = 4 * width * number_bytes + cut // tensor
-    products = (3 * width + heads + 2 * kv_heads + hidden) * number_bytes
+    products = (3 * width + heads + 2 * kv_heads + hidden + gate // 2) * number_bytes
     kept = {"none": everything, "products": products, "blocks": width * number_bytes}[remat]
     again = 0 if remat == "none" else everything  # of the one layer that is computed again
     return context * (sizes["layer"] * kept + again)

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from raygpt import storage
-from raygpt.config import Recipe, shown
+from raygpt.config import SIZES, Recipe, shown
 from raygpt.errors import RaygptError
 from raygpt.recipes.explain import explain_first, flat, nearest, one_line
 
@@ -25,10 +25,10 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] | Mapping[str
     where = f"recipe {name!r}"
     values = _parse_file(_read(name), where)
     changes = _changes(overrides)
-    if changes.get("model.preset") is not None:
-        # Otherwise the file's sizes would override the preset. Its context stays.
-        for key in ("model.layers", "model.heads", "model.width"):
-            values.pop(key, None)
+    if any(changes.get(key) is not None for key in ("model.preset", "model.depth")):
+        # Otherwise the file's sizes would override those. Its context stays.
+        for key in SIZES:
+            values.pop(f"model.{key}", None)
     for unit, other in (("training.steps", "training.epochs"), ("training.epochs", "training.steps")):
         if changes.get(unit) is not None and other not in changes:
             values.pop(other, None)  # a length in one unit replaces the file's in the other
