@@ -15,7 +15,8 @@ from raygpt.config import Model
 from raygpt.engines.jax.kernels import launch
 
 Array = jax.Array
-Attention = Callable[[Array, Array, Array], Array]  # query, key, value [rows, time, heads, head_dim] to the same shape
+# query [rows, time, heads, head], key and value [rows, time, kv_heads, head] to [rows, time, heads, head]
+Attention = Callable[[Array, Array, Array], Array]
 KEPT = "attention"  # the name of what a fused kernel's backward pass needs, for jax.checkpoint
 
 
@@ -27,18 +28,23 @@ def xla(query: Array, key: Array, value: Array) -> Array:
 
 
 def _attend(query: Array, keys: Sequence[Array], values: Sequence[Array], visible: Array) -> Array:
-    """Keys and values come in parts, each [rows, heads, time, head_dim]; the rest is [rows, time, heads, head_dim]."""
-    query, accurate = _by_heads(query), jnp.promote_types(query.dtype, jnp.float32)
+    """Keys and values come in parts, each [rows, kv_heads, time, head]; the rest is [rows, time, heads, head]."""
+    rows, time, heads, head = query.shape
+    groups = heads // keys[0].shape[1]  # heads that share a key: one product, as if they were more queries
+    grouped = _by_heads(query).reshape(rows, heads // groups, groups * time, head)
+    accurate = jnp.promote_types(query.dtype, jnp.float32)
     score = functools.partial(jnp.einsum, "bhqe,bhke->bhqk", preferred_element_type=accurate)
-    scores = jnp.concatenate([score(query, part) for part in keys], axis=-1) / query.shape[-1] ** 0.5
+    scores = jnp.concatenate([score(grouped, part) for part in keys], axis=-1) / head**0.5
+    scores = scores.reshape(rows, heads, time, -1)
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(query.dtype)
+    weights = weights.reshape(*grouped.shape[:3], -1)
     parts = jnp.split(weights, np.cumsum([part.shape[2] for part in values])[:-1], axis=-1)
     mixed = [jnp.einsum("bhqk,bhke->bhqe", *part) for part in zip(parts, values, strict=True)]
-    return _by_heads(functools.reduce(jnp.add, mixed))
+    return _by_heads(functools.reduce(jnp.add, mixed).reshape(rows, heads, time, head))
 
 
 def _by_heads(x: Array) -> Array:
-    """[rows, heads, time, head_dim] of [rows, time, heads, head_dim], and back."""
+    """[rows, heads, time, head] of [rows, time, heads, head], and back."""
     return jnp.swapaxes(x, 1, 2)
 
 
@@ -57,6 +63,7 @@ def triton(mesh: Mesh, interpret: bool = False) -> Attention:
         from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
 
         blocks = BlockSizes(*TRITON_BLOCKS)
+        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))  # it has no groups
         scale = query.shape[-1] ** -0.5
         return mha(query, key, value, None, scale, causal=True, block_sizes=blocks, interpret=interpret)
 
@@ -74,10 +81,14 @@ def splash(mesh: Mesh, interpret: bool = False) -> Attention:
     """
 
     def attention(query: Array, key: Array, value: Array) -> Array:
-        _, time, heads, size = query.shape
-        kernel = _splash_kernel(time, heads, interpret)
-        by_heads = [_by_heads(x) for x in (query * size**-0.5, key, value)]  # [rows, heads, time, head_dim]
-        return _by_heads(jax.vmap(kernel)(*by_heads))
+        rows, time, heads, size = query.shape
+        query, key, value = (_by_heads(x) for x in (query * size**-0.5, key, value))  # [rows, heads, time, head]
+        kv_heads = key.shape[1]
+        if kv_heads == heads:
+            return _by_heads(jax.vmap(_splash_kernel(time, heads, interpret))(query, key, value))
+        kernel = _splash_kernel(time, heads // kv_heads, interpret, shared_key=True)
+        grouped = query.reshape(rows, kv_heads, heads // kv_heads, time, size)
+        return _by_heads(jax.vmap(jax.vmap(kernel))(grouped, key, value).reshape(query.shape))
 
     return _on_each(mesh, attention)
 
@@ -99,13 +110,15 @@ CONTEXT_MULTIPLE = 128  # the width of a TPU's vector unit, and of the largest o
 LARGEST_BLOCK = 512  # whose scores, 1 MiB in fp32, fit into a core's fast memory beside the rest
 
 
-def _splash_kernel(time: int, heads: int, interpret: bool) -> Callable[[Array, Array, Array], Array]:
+def _splash_kernel(time: int, heads: int, interpret: bool, shared_key: bool = False) -> Attention:
+    """Of queries [heads, time, head], and as many keys and values or one [time, head] that all heads share."""
     from jax.experimental.pallas.ops.tpu import splash_attention as kernels  # slow to import, and only TPUs need it
 
     block = gcd(time, LARGEST_BLOCK)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     sizes: dict[str, Any] = {f"block_{name}": block for name in names}
-    return kernels.make_splash_mha_single_device(
+    make = kernels.make_splash_mqa_single_device if shared_key else kernels.make_splash_mha_single_device
+    return make(
         kernels.MultiHeadMask([kernels.CausalMask((time, time))] * heads),
         block_sizes=kernels.BlockSizes(**sizes),
         residual_checkpoint_name=KEPT,
@@ -114,13 +127,13 @@ def _splash_kernel(time: int, heads: int, interpret: bool) -> Callable[[Array, A
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far: [layers, rows, heads, context, head_dim], or without layers inside one."""
+    """Keys and values of the tokens so far: [layers, rows, kv_heads, context, head], or without layers inside one."""
 
     keys: Array
     values: Array
 
     def updated(self, keys: Array, values: Array, start: Array) -> "Cache":
-        """The cache with tokens [rows, time, heads, head_dim] written from `start` on, one number or one per row."""
+        """The cache with tokens [rows, time, kv_heads, head] written from `start` on, one number or one per row."""
 
         def write(cached: Array, new: Array) -> Array:
             if jnp.ndim(start) == 0:
@@ -150,7 +163,7 @@ def choose_attention(
 ) -> tuple[Attention, str]:
     """The kernel for a device and a model, and its name. A row that is split over the context axis needs XLA's."""
     if mesh.shape["context"] == 1:
-        divides = model.context % CONTEXT_MULTIPLE == 0 and model.heads % mesh.shape["tensor"] == 0
+        divides = model.context % CONTEXT_MULTIPLE == 0 and model.key_heads % mesh.shape["tensor"] == 0
         if device.platform == "gpu" and _cudnn_can(float(device.compute_capability), dtype, model):
             if not deterministic:
                 return cudnn, "cuDNN"
@@ -163,6 +176,6 @@ def choose_attention(
 
 def _cudnn_can(capability: float, dtype: Any, model: Model) -> bool:
     """From Ampere on, in 16 bits, with heads of a multiple of 8 up to 128, on Hopper and later up to 256."""
-    size = model.width // model.heads
+    size = model.size_of_head
     fits = size % 8 == 0 and size <= (256 if capability >= 9 else 128)
     return fits and capability >= 8 and dtype in (jnp.bfloat16, jnp.float16)

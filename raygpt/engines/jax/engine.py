@@ -311,7 +311,8 @@ class JaxEngine:
     def _extend(self) -> Any:
         def extend(parameters: Tree, ids: jax.Array, start: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
             hidden, cache = self._gpt.extend(parameters, ids, start, cache)
-            return logits(hidden[:, -1], parameters[self._description.output_table])[:, : self.vocab], cache
+            table = parameters[self._description.output_table]
+            return logits(hidden[:, -1], table, self.recipe.model.softcap)[:, : self.vocab], cache
 
         return jax.jit(extend, donate_argnums=3)
 

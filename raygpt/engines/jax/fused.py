@@ -33,7 +33,7 @@ def choose_kernels(device: Any, dtype: Any, mesh: Mesh, model: Model, layers: La
     with a JAX that has Triton.
     """
     hardware = device.platform == "gpu" and float(device.compute_capability) >= 8 and launch.triton is not None
-    tiles = model.width % LANES == 0 and model.context % TILE_ROWS == 0
+    tiles = model.width % LANES == 0 and model.context % TILE_ROWS == 0 and not model.not_gpt2
     whole = mesh.size == mesh.shape["data"]  # every device has all parameters
     return "fused" if hardware and tiles and whole and dtype == jnp.bfloat16 and not layers.scanned else "plain"
 

@@ -4,17 +4,28 @@ Parameters are fp32 and rounded where they are used; norms, softmax and loss are
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from raygpt.config import Model
 from raygpt.engines.jax.attention import Attention
 from raygpt.engines.jax.logits import accurate
+from raygpt.models import value_table_of
 
 Array = jax.Array
 Parameters = Mapping[str, Array]
+Rotation = tuple[Array, Array]  # cosines and sines [time, 1, head / 2], or with rows before time
+
+
+class Shared(NamedTuple):
+    """What all blocks read, besides the residual stream."""
+
+    rotation: Rotation | None = None  # of queries and keys, by their positions
+    x0: Array | None = None  # the first block's input
 
 
 def recompute_elementwise(function: Callable[..., Array]) -> Callable[..., Array]:
@@ -27,17 +38,18 @@ def recompute_elementwise(function: Callable[..., Array]) -> Callable[..., Array
 
 
 def norm(parameters: Parameters, name: str, x: Array, model: Model) -> Array:
-    """LayerNorm over the last axis, with a bias or without."""
+    """LayerNorm or RMSNorm over the last axis, with the gain and the bias that the model has."""
+    gain, bias = parameters.get(f"{name}.gain"), parameters.get(f"{name}.bias")
+    return recompute_elementwise(partial(normalise, model=model))(x, gain, bias)
 
-    @recompute_elementwise
-    def compute(x: Array, gain: Array, bias: Array | None) -> Array:
-        exact = x.astype(accurate(x.dtype))
-        centred = exact - exact.mean(-1, keepdims=True)
-        variance = jnp.square(centred).mean(-1, keepdims=True)
-        normed = centred * (jax.lax.rsqrt(variance + model.norm_epsilon) * gain)
-        return (normed if bias is None else normed + bias).astype(x.dtype)
 
-    return compute(x, parameters[f"{name}.gain"], parameters.get(f"{name}.bias"))
+def normalise(x: Array, gain: Array | None, bias: Array | None, model: Model) -> Array:
+    """x with a variance of 1 over the last axis (RMSNorm: a mean square of 1), times the gain, plus the bias."""
+    exact = x.astype(accurate(x.dtype))
+    centred = exact - exact.mean(-1, keepdims=True) if model.norm == "layer" else exact
+    scale = jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + model.norm_epsilon)
+    normed = centred * (scale if gain is None else scale * gain)
+    return (normed if bias is None else normed + bias).astype(x.dtype)
 
 
 def linear(parameters: Parameters, name: str, x: Array, axes: int = 1) -> Array:
@@ -68,9 +80,49 @@ def project(parameters: Parameters, x: Array) -> tuple[Array, Array, Array]:
     return query, key, value
 
 
-def mlp(parameters: Parameters, x: Array) -> Array:
-    """To the hidden layer, GPT-2's GELU by tanh, and back."""
-    hidden = recompute_elementwise(jax.nn.gelu)(linear(parameters, "up", x))  # [rows, time, hidden]
+def rotation(model: Model, positions: Array, dtype: Any) -> Rotation | None:
+    """RoPE's cosines and sines at positions [time] or [rows, time]; None for a model with a table of positions.
+
+    Pair n of a head turns by base^(-2n / head) a token; with `rope_share` only the first, fastest pairs turn.
+    """
+    if model.position != "rope":
+        return None
+    head = model.size_of_head
+    pairs = np.arange(head // 2)
+    turns = np.where(pairs < int(model.rope_share * head // 2), model.rope_base ** (-2.0 * pairs / head), 0.0)
+    exact = accurate(dtype)
+    angles = positions[..., None, None].astype(exact) * turns.astype(exact)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Array, rotation: Rotation) -> Array:
+    """x [rows, time, heads, head], in which number n of a head and number n + head / 2 are a pair."""
+    cos, sin = rotation
+    a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def place(parameters: Parameters, name: str, x: Array, model: Model, rotation: Rotation | None) -> Array:
+    """Queries or keys [rows, time, heads, head] as attention takes them: normed and rotated, where the model does."""
+
+    @recompute_elementwise
+    def compute(x: Array, gain: Array | None, bias: Array | None) -> Array:
+        normed = normalise(x, gain, bias, model) if model.qk_norm else x
+        return normed if rotation is None else rotate(normed, rotation)
+
+    if not model.qk_norm and rotation is None:
+        return x
+    return compute(x, parameters.get(f"{name}.gain"), parameters.get(f"{name}.bias"))
+
+
+def mlp(parameters: Parameters, x: Array, model: Model) -> Array:
+    """To the hidden layer [rows, time, hidden], its activation, and back."""
+    up = linear(parameters, "up", x)
+    if model.mlp == "swiglu":
+        hidden = recompute_elementwise(lambda gate, up: jax.nn.silu(gate) * up)(linear(parameters, "gate", x), up)
+    else:
+        activate = {"gelu": jax.nn.gelu, "relu2": lambda x: jnp.square(jax.nn.relu(x))}[model.mlp]  # GELU by tanh
+        hidden = recompute_elementwise(activate)(up)
     return linear(parameters, "down", hidden)
 
 
@@ -89,18 +141,41 @@ def block(
     x: Array,
     attention: Attention,
     model: Model,
+    shared: Shared,
+    value_embedding: Array | None = None,
     keys: Array | None = None,
     layer: Array | int = 0,
 ) -> Array:
     """x + attention(norm(x)), then x + mlp(norm(x)). `keys` [rows] turn dropout on."""
-    mixed = linear(parameters, "out", attention(*project(parameters, norm(parameters, "norm1", x, model))), axes=2)
+    if shared.x0 is not None:
+        stay, first = (parameters[f"{name}.gain"].astype(x.dtype) for name in ("residual", "x0"))
+        x = stay * x + first * shared.x0
+    query, key, value = project(parameters, norm(parameters, "norm1", x, model))
+    query = place(parameters, "query_norm", query, model, shared.rotation)
+    key = place(parameters, "key_norm", key, model, shared.rotation)
+    value = value if value_embedding is None else value + value_embedding.reshape(value.shape)
+    mixed = linear(parameters, "out", attention(query, key, value), axes=2)
     x = x + dropout(mixed, keys, 2 * layer + 1, model.dropout)
-    update = mlp(parameters, norm(parameters, "norm2", x, model))
+    update = mlp(parameters, norm(parameters, "norm2", x, model), model)
     return x + dropout(update, keys, 2 * layer + 2, model.dropout)
 
 
-def embed(parameters: Parameters, ids: Array, start: Array | int, dtype: Any) -> Array:
-    """The residual stream [rows, time, width] of ids that follow `start` earlier ones, of all rows or of each."""
+def embed(parameters: Parameters, ids: Array, start: Array | int, model: Model, dtype: Any) -> tuple[Array, Shared]:
+    """The residual stream [rows, time, width] of ids that follow `start` earlier ones, of all rows or of each; and the
+    rotation of their positions."""
     positions = jnp.asarray(start)[..., None] + jnp.arange(ids.shape[1])  # [time] or [rows, time]
-    tokens, places = (parameters[name].astype(dtype) for name in ("tokens", "positions"))
-    return jnp.take(tokens, ids, axis=0) + jnp.take(places, positions, axis=0)
+    x = jnp.take(parameters["tokens"].astype(dtype), ids, axis=0)
+    if model.position == "learned":
+        x = x + jnp.take(parameters["positions"].astype(dtype), positions, axis=0)
+    if model.embedding_norm:
+        x = norm(parameters, "embedding_norm", x, model)
+    return x, Shared(rotation(model, positions, dtype), x if model.x0_mixing else None)
+
+
+def value_embedding(parameters: Parameters, ids: Array, layer: int, model: Model, dtype: Any) -> Array | None:
+    """What is added to a layer's values [rows, time, width], if its model has that."""
+    found = value_table_of(model, layer)
+    if found is None:
+        return None
+    table, place = found
+    return parameters["value_gains"][place].astype(dtype) * jnp.take(parameters[table].astype(dtype), ids, axis=0)

@@ -16,7 +16,7 @@ from raygpt.engines.jax.logits import accurate, logits
 Array = jax.Array
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def cross_entropy(
     hidden: Array,
     table: Array,
@@ -25,6 +25,7 @@ def cross_entropy(
     vocab: int,
     chunks: int,
     shards: tuple[int, int] = (1, 1),
+    softcap: float | None = None,
 ) -> tuple[Array, Array]:
     """(sum over tokens of weight · loss, loss of each row), a row's loss being the sum over its tokens.
 
@@ -32,17 +33,23 @@ def cross_entropy(
     hidden [rows, time, width], table [padded vocabulary, width], targets and weights [rows, time].
     """
     cut = partial(_cut, chunks=chunks, shards=shards)
-    nll = jax.lax.map(lambda part: _nll(part[0], table, part[1], vocab)[0], (cut(hidden), cut(targets)))
+    nll = jax.lax.map(lambda part: _nll(part[0], table, part[1], vocab, softcap)[0], (cut(hidden), cut(targets)))
     return _summed(_join(nll, targets.shape), weights)
 
 
 def token_logprobs(
-    hidden: Array, table: Array, targets: Array, vocab: int, chunks: int, shards: tuple[int, int]
+    hidden: Array,
+    table: Array,
+    targets: Array,
+    vocab: int,
+    chunks: int,
+    shards: tuple[int, int],
+    softcap: float | None = None,
 ) -> tuple[Array, Array]:
     """Each target's log-probability, and whether it is the likeliest: [rows, time]."""
 
     def chunk(part: tuple[Array, Array]) -> tuple[Array, Array]:
-        nll, probabilities = _nll(part[0], table, part[1], vocab)
+        nll, probabilities, _ = _nll(part[0], table, part[1], vocab, softcap)
         return -nll, probabilities.argmax(-1) == part[1]
 
     cut = partial(_cut, chunks=chunks, shards=shards)
@@ -51,16 +58,23 @@ def token_logprobs(
 
 
 def _forward(
-    hidden: Array, table: Array, targets: Array, weights: Array, vocab: int, chunks: int, shards: tuple[int, int]
+    hidden: Array,
+    table: Array,
+    targets: Array,
+    weights: Array,
+    vocab: int,
+    chunks: int,
+    shards: tuple[int, int],
+    softcap: float | None,
 ) -> Any:
     """As above, with the gradients of the first result for hidden and table, while the logits are at hand."""
     cut = partial(_cut, chunks=chunks, shards=shards)
 
     def chunk(dtable: Array, part: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         h, y, weight = part
-        nll, probabilities = _nll(h, table, y, vocab)
+        nll, probabilities, slope = _nll(h, table, y, vocab, softcap)
         hit = jax.lax.broadcasted_iota(y.dtype, probabilities.shape, 3) == y[..., None]
-        dlogits = ((probabilities - hit) * weight[..., None]).astype(h.dtype)  # [*shards, tokens, vocabulary]
+        dlogits = ((probabilities - hit) * (weight[..., None] * slope)).astype(h.dtype)  # [*shards, tokens, vocabulary]
         dtable += jnp.einsum("rctv,rctd->rcvd", dlogits, h, preferred_element_type=dtable.dtype)
         return dtable, (nll, jnp.einsum("rctv,vd->rctd", dlogits, table.astype(h.dtype)))
 
@@ -70,7 +84,9 @@ def _forward(
     return _summed(_join(nll, targets.shape), weights), gradients
 
 
-def _backward(vocab: int, chunks: int, shards: tuple[int, int], gradients: Any, cotangents: tuple[Array, Array]) -> Any:
+def _backward(
+    vocab: int, chunks: int, shards: tuple[int, int], softcap: float | None, gradients: Any, cotangents: Any
+) -> Any:
     dhidden, dtable = gradients
     total = cotangents[0]
     return dhidden * total.astype(dhidden.dtype), dtable * total.astype(dtable.dtype), None, None
@@ -83,14 +99,18 @@ def _summed(nll: Array, weights: Array) -> tuple[Array, Array]:
     return (nll * weights).sum(), nll.sum(1)
 
 
-def _nll(hidden: Array, table: Array, targets: Array, vocab: int) -> tuple[Array, Array]:
-    """Loss of each token and the probabilities, in fp32 at least; ids that only pad the table are impossible."""
-    scores = logits(hidden, table)
+def _nll(
+    hidden: Array, table: Array, targets: Array, vocab: int, softcap: float | None
+) -> tuple[Array, Array, Array | float]:
+    """Loss of each token, the probabilities, and the slope of the soft-cap, in fp32 at least; ids that only pad the
+    table are impossible."""
+    scores = logits(hidden, table, softcap)
+    slope = 1.0 if softcap is None else 1 - jnp.square(scores / softcap)
     padding = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 3) >= vocab
     scores = jnp.where(padding, -jnp.inf, scores)
     log_total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     picked = jnp.take_along_axis(scores, targets[..., None], axis=-1)
-    return (log_total - picked)[..., 0], jnp.exp(scores - log_total)
+    return (log_total - picked)[..., 0], jnp.exp(scores - log_total), slope
 
 
 def _cut(x: Array, chunks: int, shards: tuple[int, int]) -> Array:

@@ -4,7 +4,7 @@ The blocks' parameters are stacked along a leading axis of layers, whether the b
 layout of the state, two ways to compile it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from raygpt.config import Model
 from raygpt.engines.jax.attention import KEPT, Attention, Cache
-from raygpt.engines.jax.layers import Array, Parameters, block, dropout, embed, norm
+from raygpt.engines.jax.layers import Array, Parameters, block, dropout, embed, norm, value_embedding
 
 T = TypeVar("T")
 
@@ -56,26 +56,29 @@ class GPT:
 
     def __call__(self, parameters: Parameters, ids: Array, keys: Array | None = None) -> Array:
         """Token ids [rows, time] to the final hidden state [rows, time, width]. `keys` [rows] turn dropout on."""
-        x = self.constrain(dropout(embed(parameters, ids, 0, self.dtype), keys, 0, self.model.dropout))
+        x, shared = embed(parameters, ids, 0, self.model, self.dtype)
+        x = self.constrain(dropout(x, keys, 0, self.model.dropout))
+        shared = shared if shared.x0 is None else shared._replace(x0=x)
 
         @self.layers.recomputed
-        def compute(x: Array, own: Parameters, layer: Array | int) -> Array:
-            return self.constrain(block(own, x, self.attention, self.model, keys, layer))
+        def compute(x: Array, own: Parameters, layer: Array | int, value: Array | None) -> Array:
+            return self.constrain(block(own, x, self.attention, self.model, shared, value, keys, layer))
 
-        stacked = blocks_of(parameters)
         if self.layers.scanned:
-            steps = (stacked, jnp.arange(self.model.layers))
-            x, _ = jax.lax.scan(lambda x, step: (compute(x, *step), None), x, steps)
+            for part, stacked, values in self._parts(parameters, ids):
+                steps = (stacked, jnp.arange(part.start, part.stop), values)
+                x, _ = jax.lax.scan(lambda x, step: (compute(x, *step), None), x, steps)
         else:
-            for layer, own in enumerate(unstack(stacked, self.model.layers)):
-                x = compute(x, own, layer)
+            for layer, own in enumerate(unstack(blocks_of(parameters), self.model.layers)):
+                x = compute(x, own, layer, self._value(parameters, ids, layer))
         return norm(parameters, "norm", x, self.model)
 
     def extend(self, parameters: Parameters, ids: Array, start: Array, cache: Cache) -> tuple[Array, Cache]:
         """The hidden state of ids [rows, time] that follow `start` earlier ones, whose keys and values are cached."""
+        x, shared = embed(parameters, ids, start, self.model, self.dtype)
 
-        def compute(x: Array, layer: tuple[Parameters, Cache]) -> tuple[Array, Cache]:
-            own, cache = layer
+        def compute(x: Array, layer: tuple[Parameters, Array | None, Cache]) -> tuple[Array, Cache]:
+            own, value, cache = layer
             updated = cache
 
             def attention(query: Array, key: Array, value: Array) -> Array:
@@ -83,11 +86,27 @@ class GPT:
                 updated = cache.updated(key, value, start)
                 return cache.attend(query, key, value, start)
 
-            return block(own, x, attention, self.model), updated
+            return block(own, x, attention, self.model, shared, value), updated
 
-        x = embed(parameters, ids, start, self.dtype)
-        x, cache = jax.lax.scan(compute, x, (blocks_of(parameters), cache))
-        return norm(parameters, "norm", x, self.model), cache
+        caches = []
+        for part, stacked, values in self._parts(parameters, ids):
+            own = jax.tree.map(lambda array, part=part: array[part.start : part.stop], cache)
+            x, updated = jax.lax.scan(compute, x, (stacked, values, own))
+            caches.append(updated)
+        return norm(parameters, "norm", x, self.model), jax.tree.map(lambda *parts: jnp.concatenate(parts), *caches)
+
+    def _value(self, parameters: Parameters, ids: Array, layer: int) -> Array | None:
+        return value_embedding(parameters, ids, layer, self.model, self.dtype)
+
+    def _parts(self, parameters: Parameters, ids: Array) -> Iterator[tuple[range, dict[str, Array], Array | None]]:
+        """The layers as loops over equal ones, each with its stacked parameters and value embeddings: all of them, or
+        those with a value embedding at both ends apart from those between."""
+        first, count = self.model.value_embeddings, self.model.layers
+        for part in (range(first), range(first, count - first), range(count - first, count)):
+            if part:
+                own = {name: array[part.start : part.stop] for name, array in blocks_of(parameters).items()}
+                values = [value for layer in part if (value := self._value(parameters, ids, layer)) is not None]
+                yield part, own, jnp.stack(values) if values else None
 
 
 def blocks_of(parameters: Parameters) -> dict[str, Array]:

@@ -17,7 +17,7 @@ from raygpt.engines import base
 from raygpt.engines.base import Arrays, Positions
 from raygpt.engines.jax.attention import Attention, Cache, choose_attention
 from raygpt.engines.jax.devices import DTYPES, precision_on
-from raygpt.engines.jax.layers import Array, block, embed, norm
+from raygpt.engines.jax.layers import Array, block, embed, norm, value_embedding
 from raygpt.engines.jax.logits import accurate, logits
 from raygpt.engines.jax.model import blocks_of
 from raygpt.engines.jax.parameters import from_plain
@@ -133,13 +133,14 @@ class JaxReader:
         return jax.jit(token_logprobs)
 
     def _hidden(self, parameters: Parameters, ids: Array, start: Any, attentions: list[Attention]) -> Array:
-        x = embed(parameters.top, ids, start, self._dtype)
-        for own, attention in zip(parameters.blocks, attentions, strict=True):
-            x = block(own, x, attention, self.model)
-        return norm(parameters.top, "norm", x, self.model)
+        top, model = parameters.top, self.model
+        x, shared = embed(top, ids, start, model, self._dtype)
+        for layer, (own, attention) in enumerate(zip(parameters.blocks, attentions, strict=True)):
+            x = block(own, x, attention, model, shared, value_embedding(top, ids, layer, model, self._dtype))
+        return norm(top, "norm", x, model)
 
     def _logits(self, parameters: Parameters, hidden: Array) -> Array:
-        return logits(hidden, parameters.top[self._description.output_table])[:, : self.vocab]
+        return logits(hidden, parameters.top[self._description.output_table], self.model.softcap)[:, : self.vocab]
 
 
 Reader: type[base.Reader] = JaxReader

@@ -91,7 +91,9 @@ def make_losses(forward: Forward) -> Losses:
         parameters: Tree, inputs: Array, targets: Array, weights: Array, keys: Array | None = None
     ) -> tuple[Array, Array]:
         hidden, table, chunks, shards = forward(parameters, inputs, keys)
-        return loss.cross_entropy(hidden, table, targets, weights, forward.vocab, chunks, shards)
+        return loss.cross_entropy(
+            hidden, table, targets, weights, forward.vocab, chunks, shards, forward.gpt.model.softcap
+        )
 
     return losses
 
@@ -102,7 +104,7 @@ def make_token_logprobs(forward: Forward) -> Callable[[Tree, Array, Array], tupl
 
     def token_logprobs(parameters: Tree, inputs: Array, targets: Array) -> tuple[Array, Array]:
         hidden, table, chunks, shards = forward(parameters, inputs, None)
-        return loss.token_logprobs(hidden, table, targets, forward.vocab, chunks, shards)
+        return loss.token_logprobs(hidden, table, targets, forward.vocab, chunks, shards, forward.gpt.model.softcap)
 
     return token_logprobs
 

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from raygpt.engines.jax.kernels import resident_loss
 from raygpt.engines.jax.kernels.launch import LANES, Array, launch, triton
-from raygpt.engines.jax.logits import logits
+from raygpt.engines.jax.logits import scores
 
 F32 = jnp.float32
 CHUNK_LOGITS = 2**30  # 2 GiB in bf16. Fewer chunks read and write the table's gradient less often, 0.07 ms each
@@ -44,7 +44,7 @@ def _forward(hidden: Array, table: Array, targets: Array, weights: Array, vocab:
     rounded = table.astype(hidden.dtype)
     nll, d_hidden, d_table = [], [], jnp.zeros(table.shape, F32)
     for h, y, weight in zip(*(jnp.split(x, chunks) for x in (hidden, targets, weights)), strict=True):
-        losses, d_logits = loss_and_gradient(logits(h, rounded, h.dtype), y, weight, vocab)
+        losses, d_logits = loss_and_gradient(scores(h, rounded, h.dtype), y, weight, vocab)
         nll.append(losses)
         d_hidden.append(d_logits @ rounded)
         d_table += lax.dot_general(d_logits, h, (((0,), (0,)), ((), ())), preferred_element_type=F32)
