@@ -1,0 +1,95 @@
+"""Modern models in both engines against plain NumPy: losses, prompts and caches; and that a mesh changes nothing."""
+
+from importlib import import_module
+
+import numpy as np
+import pytest
+import reference
+from conftest import also
+
+from raygpt.config import Model, Recipe
+from raygpt.models import describe
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+VOCAB, CONTEXT = 100, 24
+SMALL = {"layers": 4, "heads": 4, "width": 64, "context": CONTEXT, "precision": "fp32"}
+MODELS = {
+    "llama": Model(preset="llama", kv_heads=2, **SMALL),
+    "qwen3": Model(preset="qwen3", kv_heads=1, head_size=32, tied_head=True, **SMALL),
+    "nanochat": Model(preset="nanochat", **SMALL),
+    "all": Model(preset="nanochat", value_embeddings=1, x0_mixing=True, rope_share=0.5, norm_gain=True, **SMALL),
+    "mixed": Model(norm="layer", position="rope", mlp="relu2", qk_norm=True, softcap=3.0, **SMALL),
+}
+KINDS = ["all", "qwen3", *also("llama", "nanochat", "mixed")]
+
+
+def random_parameters(model):
+    """Large ones, so that a wrong place shows."""
+    generator = np.random.default_rng(0)
+    shapes = describe(model, VOCAB).shapes
+    return {
+        name: generator.normal(name.endswith("gain"), 0.2, shape).astype(np.float32) for name, shape in shapes.items()
+    }
+
+
+def tokens(rows, time):
+    return np.random.default_rng(1).integers(0, VOCAB, (rows, time)).astype(np.int32)
+
+
+def log_probabilities(parameters, model, windows):
+    """Of every token of windows [rows, time + 1] but the first, by the reference."""
+    logits = reference.logits(parameters, model, windows[:, :-1])
+    totals = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
+    return np.take_along_axis(logits, windows[:, 1:, None], -1)[..., 0] - totals
+
+
+@pytest.fixture(scope="module", params=["jax"])
+def engine(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def opened(request, engine):
+    model = MODELS[request.param]
+    recipe = Recipe(engine=engine, model=model, training={"batch_tokens": 4 * CONTEXT})
+    computes = import_module(f"raygpt.engines.{engine}.engine").Engine(recipe, VOCAB)
+    return model, random_parameters(model), computes
+
+
+def state_of(opened):
+    from raygpt.engines.base import Weights
+
+    _, parameters, computes = opened
+    return computes.load(Weights(parameters))
+
+
+def test_losses_and_log_probabilities_are_those_of_plain_numpy(opened):
+    model, parameters, computes = opened
+    state, windows = state_of(opened), tokens(4, CONTEXT + 1)
+    expected = log_probabilities(parameters, model, windows)
+    np.testing.assert_allclose(computes.window_losses(state, windows), -expected.mean(1), rtol=1e-5)
+    found, _ = computes.token_logprobs(state, windows[:, :18])
+    np.testing.assert_allclose(found, expected[:, :17], atol=1e-4)
+    _, metrics = computes.step(state, computes.put(windows))
+    assert computes.read(metrics)["loss"] == pytest.approx(-expected.mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["engine", "reader"])
+def test_a_prompt_and_what_follows_it_are_read_through_the_cache(opened, engine, kind):
+    model, parameters, computes = opened
+    if kind == "reader":
+        computes = import_module(f"raygpt.engines.{engine}.reader").Reader(model, VOCAB)
+        state = computes.load(parameters)
+    else:
+        state = state_of(opened)
+    ids = tokens(2, 12)
+    expected = reference.logits(parameters, model, ids)
+    found, cache = computes.prefill(state, ids[:, :10])
+    np.testing.assert_allclose(found, expected[:, 9], atol=1e-4)
+    for start in (10, 11):
+        found, cache = computes.decode(state, ids[:, start : start + 1], start, cache)
+        np.testing.assert_allclose(found, expected[:, start], atol=1e-4)
+    # A position of its own for each row: the second row is read again from its tenth token on.
+    found, _ = computes.decode(state, ids[:, [10]], np.array([10, 10], np.int32), cache)
+    np.testing.assert_allclose(found, expected[:, 10], atol=1e-4)
