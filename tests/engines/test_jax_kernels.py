@@ -114,22 +114,23 @@ def test_loss_and_gradient_equal_their_twins(vocab, padded, warps, unroll, dtype
     logits = draw(0, 5, padded, dtype=dtype, scale=3).at[:, vocab:].set(100)  # the likeliest ids by far, were they real
     targets = jnp.asarray([0, vocab - 1, vocab // 2, 7, 8], jnp.int32)
     inputs = logits, targets, jnp.asarray([1.0, 0.5, 2.0, 0.0, 1.0])
-    losses, gradient = jax.jit(partial(loss_and_gradient, vocab=vocab))(*inputs)
-    want_losses, want_gradient = loss_and_gradient_plain(*inputs, vocab)
-    np.testing.assert_allclose(losses, want_losses, rtol=2e-5)
-    assert distance(gradient, want_gradient) < NOISE[dtype] * 2
-    assert not np.any(np.asarray(gradient[:, vocab:]))
-    assert not np.any(np.asarray(gradient[3]))  # a row of weight zero
+    for softcap in (None, 5.0):
+        losses, gradient = jax.jit(partial(loss_and_gradient, vocab=vocab, softcap=softcap))(*inputs)
+        want_losses, want_gradient = loss_and_gradient_plain(*inputs, vocab, softcap)
+        np.testing.assert_allclose(losses, want_losses, rtol=2e-5)
+        assert distance(gradient, want_gradient) < NOISE[dtype] * 2
+        assert not np.any(np.asarray(gradient[:, vocab:]))
+        assert not np.any(np.asarray(gradient[3]))  # a row of weight zero
 
 
-@pytest.mark.parametrize(("vocab", "padded"), [(200, 256), (2100, 2176)])
-def test_the_loss_that_stays_in_shared_memory_is_the_same(vocab, padded, monkeypatch):
+@pytest.mark.parametrize(("vocab", "padded", "softcap"), [(200, 256, None), (2100, 2176, None), (2100, 2176, 5.0)])
+def test_the_loss_that_stays_in_shared_memory_is_the_same(vocab, padded, softcap, monkeypatch):
     params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params", reason="JAX's own way to interpret it")
     monkeypatch.setattr(resident_loss, "UNROLL", 2)
     logits = draw(0, 3, padded, dtype=BF16, scale=3).at[:, vocab:].set(100)
     inputs = logits, jnp.asarray([vocab // 2, vocab - 1, 7], jnp.int32), jnp.asarray([1.0, 0.5, 0.0])
-    losses, gradient = resident_loss.resident_loss(*inputs, vocab, interpret=params.InterpretGPUParams())
-    want_losses, want_gradient = loss_and_gradient_plain(*inputs, vocab)
+    losses, gradient = resident_loss.resident_loss(*inputs, vocab, softcap, interpret=params.InterpretGPUParams())
+    want_losses, want_gradient = loss_and_gradient_plain(*inputs, vocab, softcap)
     np.testing.assert_allclose(losses, want_losses, rtol=2e-5)
     assert distance(gradient, want_gradient) < NOISE[BF16]
     assert not np.any(np.asarray(gradient[:, vocab:]))

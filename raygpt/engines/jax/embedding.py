@@ -1,4 +1,4 @@
-"""Token and position embedding with a custom gradient.
+"""Token and position embeddings with a custom gradient.
 
 By default on a GPU, XLA lays out every activation with the rows innermost, [time, width, rows], because that suits
 the sum over rows in the position table's gradient, and transposes the residual stream twice in every block. A barrier
@@ -38,3 +38,18 @@ def _backward(dtype: Any, vocab: int, ids: Array, gradient: Array) -> tuple[Arra
 
 
 _embed.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def look_up(table: Array, ids: Array, dtype: Any) -> Array:
+    """The rows of a token table alone: [rows · time, width] of ids [rows, time]."""
+    return lax.optimization_barrier(table[ids.reshape(-1)].astype(dtype))
+
+
+def _look_up_backward(dtype: Any, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
+    table, ids = saved
+    rows = lax.optimization_barrier(gradient).astype(table.dtype)
+    return jnp.zeros_like(table).at[ids.reshape(-1)].add(rows), None
+
+
+look_up.defvjp(lambda table, ids, dtype: (look_up(table, ids, dtype), (table, ids)), _look_up_backward)

@@ -1,8 +1,9 @@
 """The training loss by fused kernels: model.py's parameters and mathematics, laid out for a GPU.
 
 Between attentions the residual stream is [rows · time, width], and each kernel spans what XLA would compute in several
-passes over memory: the end of one half of a block (bias, dropped or not, and sum) goes together with the norm that
-begins the next. On an H200 a step of GPT-2 124M with 64 × 1024 tokens takes 105 to 110 ms so, and 137 plain.
+passes over memory: the end of one half of GPT-2's block (bias, dropped or not, and sum) goes together with the norm
+that begins the next. On an H200 a step of GPT-2 124M with 64 × 1024 tokens takes 105 to 110 ms so, and 137 plain.
+Models without biases need no sums over rows in the backward pass, and XLA fuses their layers well in this layout.
 """
 
 from typing import Any
@@ -14,13 +15,14 @@ from jax.sharding import PartitionSpec as P
 
 from raygpt.config import Model
 from raygpt.engines.chunks import chunk_count
-from raygpt.engines.jax.embedding import embed
+from raygpt.engines.jax.embedding import embed, look_up
 from raygpt.engines.jax.kernels import add_norm, bias_gelu, cross_entropy, launch
 from raygpt.engines.jax.kernels.cross_entropy import CHUNK_LOGITS
 from raygpt.engines.jax.kernels.launch import LANES
-from raygpt.engines.jax.layers import Array, Parameters, dropout
+from raygpt.engines.jax.layers import Array, Parameters, dropout, mlp, norm, place, rotation
 from raygpt.engines.jax.model import Layers, blocks_of, unstack
 from raygpt.engines.jax.step import Forward, Losses
+from raygpt.models import value_table_of
 
 Norm = tuple[Array, Array]  # gain and bias
 TILE_ROWS = 16  # the most that a kernel takes at a time; a context of a multiple of it fits with any number of rows
@@ -33,7 +35,9 @@ def choose_kernels(device: Any, dtype: Any, mesh: Mesh, model: Model, layers: La
     with a JAX that has Triton.
     """
     hardware = device.platform == "gpu" and float(device.compute_capability) >= 8 and launch.triton is not None
-    tiles = model.width % LANES == 0 and model.context % TILE_ROWS == 0 and not model.not_gpt2
+    tiles = model.width % LANES == 0 and model.context % TILE_ROWS == 0
+    if model.not_gpt2:
+        tiles = not model.bias
     whole = mesh.size == mesh.shape["data"]  # every device has all parameters
     return "fused" if hardware and tiles and whole and dtype == jnp.bfloat16 and not layers.scanned else "plain"
 
@@ -43,10 +47,11 @@ def make_fused_losses(forward: Forward) -> Losses:
     table_name, mesh = forward.description.output_table, forward.mesh
 
     def own(parameters: Any, inputs: Array, targets: Array, weights: Array, keys: Array | None) -> tuple[Array, Array]:
+        hidden_state = modern_hidden_state if forward.gpt.model.not_gpt2 else gpt2_hidden_state
         hidden, table = hidden_state(parameters, inputs, keys, forward), parameters[table_name]
         chunks = chunk_count(targets.size, len(table), CHUNK_LOGITS)
         tokens = targets.reshape(-1), weights.reshape(-1)
-        total, nll = cross_entropy(hidden, table, *tokens, forward.vocab, chunks)
+        total, nll = cross_entropy(hidden, table, *tokens, forward.vocab, chunks, forward.gpt.model.softcap)
         return total[None], nll.reshape(targets.shape).sum(1)
 
     def losses(
@@ -63,7 +68,7 @@ def make_fused_losses(forward: Forward) -> Losses:
 
 
 @jax.custom_vjp
-def project(x: Array, kernels: tuple[Array, Array, Array], bias: Array) -> tuple[Array, Array, Array]:
+def project(x: Array, kernels: tuple[Array, Array, Array], bias: Array | None) -> tuple[Array, Array, Array]:
     """Queries, keys and values [rows, …] of x [rows, width] by three kernels [width, …].
 
     Three products, because cuDNN's attention takes three dense arrays: a single one would have to be split, and its
@@ -71,21 +76,62 @@ def project(x: Array, kernels: tuple[Array, Array, Array], bias: Array) -> tuple
     to all scores of a query, which softmax does not see, so it has no gradient; that of the values is the caller's.
     """
     query, key, value = (x @ kernel.astype(x.dtype) for kernel in kernels)
-    return query + bias.astype(x.dtype), key, value
+    return query if bias is None else query + bias.astype(x.dtype), key, value
 
 
 def _project_backward(saved: Any, gradients: tuple[Array, Array, Array]) -> Any:
-    x, kernels = saved
+    x, kernels, bias = saved
     exact = jnp.promote_types(x.dtype, jnp.float32)
     parts = [(d @ kernel.astype(x.dtype).T).astype(exact) for kernel, d in zip(kernels, gradients, strict=True)]
     d_kernels = tuple((x.T @ d).astype(kernel.dtype) for kernel, d in zip(kernels, gradients, strict=True))
-    return sum(parts[1:], parts[0]).astype(x.dtype), d_kernels, gradients[0].sum(0, dtype=exact)
+    d_bias = gradients[0].sum(0, dtype=exact) if bias is not None else None
+    return sum(parts[1:], parts[0]).astype(x.dtype), d_kernels, d_bias
 
 
-project.defvjp(lambda x, kernels, bias: (project(x, kernels, bias), (x, kernels)), _project_backward)
+project.defvjp(lambda x, kernels, bias: (project(x, kernels, bias), (x, kernels, bias)), _project_backward)
 
 
-def hidden_state(parameters: Parameters, ids: Array, keys: Array | None, forward: Forward) -> Array:
+def modern_hidden_state(parameters: Parameters, ids: Array, keys: Array | None, forward: Forward) -> Array:
+    """model.GPT's final hidden state of ids [rows, time], as [rows · time, width], of a model without biases."""
+    model, layers, dtype = forward.gpt.model, forward.gpt.layers, forward.gpt.dtype
+    (rows, time), width = ids.shape, model.width
+
+    def drop(x: Array, site: Array | int) -> Array:
+        return dropout(x.reshape(rows, time, width), keys, site, model.dropout).reshape(x.shape)
+
+    x = look_up(parameters["tokens"], ids, dtype)
+    if model.position == "learned":
+        x = embed(parameters["tokens"], parameters["positions"], ids, dtype)
+    if model.embedding_norm:
+        x = norm(parameters, "embedding_norm", x, model)
+    x = drop(x, 0)
+    turned, x0 = rotation(model, jnp.arange(time), dtype), x
+    tables = {f"values{n}": look_up(parameters[f"values{n}"], ids, dtype) for n in range(model.value_embeddings)}
+
+    @jax.jit  # traced once for all layers
+    @layers.recomputed
+    def block(x: Array, own: Parameters, value_embedding: Array | None, layer: Array | int) -> Array:
+        if model.x0_mixing:
+            x = own["residual.gain"].astype(dtype) * x + own["x0.gain"].astype(dtype) * x0
+        kernels = tuple(own[f"{name}.kernel"].reshape(width, -1) for name in ("query", "key", "value"))
+        query, key, value = project(norm(own, "norm1", x, model), kernels, None)
+        value = value if value_embedding is None else value + value_embedding
+        query, key, value = (each.reshape(rows, time, -1, model.size_of_head) for each in (query, key, value))
+        query, key = (
+            place(own, f"{name}_norm", each, model, turned) for name, each in (("query", query), ("key", key))
+        )
+        mixed = forward.gpt.attention(query, key, value).reshape(len(x), -1)
+        x = x + drop(mixed @ own["out.kernel"].reshape(-1, width).astype(dtype), 2 * layer + 1)
+        return x + drop(mlp(own, norm(own, "norm2", x, model), model), 2 * layer + 2)
+
+    for layer, own in enumerate(unstack(blocks_of(parameters), model.layers)):
+        found = value_table_of(model, layer)
+        value = None if found is None else parameters["value_gains"][found[1]].astype(dtype) * tables[found[0]]
+        x = block(x, own, value, layer)
+    return norm(parameters, "norm", x, model)
+
+
+def gpt2_hidden_state(parameters: Parameters, ids: Array, keys: Array | None, forward: Forward) -> Array:
     """model.GPT's final hidden state of ids [rows, time], as [rows · time, width]. `keys` [rows] turn dropout on."""
     model, layers, dtype = forward.gpt.model, forward.gpt.layers, forward.gpt.dtype
     (rows, time), width = ids.shape, model.width

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from raygpt.engines.jax.kernels import resident_loss
 from raygpt.engines.jax.kernels.launch import LANES, Array, launch, triton
-from raygpt.engines.jax.logits import scores
+from raygpt.engines.jax.logits import capped, scores
 
 F32 = jnp.float32
 CHUNK_LOGITS = 2**30  # 2 GiB in bf16. Fewer chunks read and write the table's gradient less often, 0.07 ms each
@@ -29,22 +29,24 @@ LOG2E = log2(e)
 LOWEST = -1e30  # stands for a logit that is not there; unlike -inf, its differences are numbers
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def cross_entropy(
-    hidden: Array, table: Array, targets: Array, weights: Array, vocab: int, chunks: int
+    hidden: Array, table: Array, targets: Array, weights: Array, vocab: int, chunks: int, softcap: float | None = None
 ) -> tuple[Array, Array]:
     """(sum over tokens of weight · loss, loss of each token). Only the sum has gradients, for hidden and table.
 
     hidden [tokens, width], table [padded vocabulary, width], targets [tokens], weights [tokens].
     """
-    return _forward(hidden, table, targets, weights, vocab, chunks)[0]
+    return _forward(hidden, table, targets, weights, vocab, chunks, softcap)[0]
 
 
-def _forward(hidden: Array, table: Array, targets: Array, weights: Array, vocab: int, chunks: int) -> Any:
+def _forward(
+    hidden: Array, table: Array, targets: Array, weights: Array, vocab: int, chunks: int, softcap: float | None
+) -> Any:
     rounded = table.astype(hidden.dtype)
     nll, d_hidden, d_table = [], [], jnp.zeros(table.shape, F32)
     for h, y, weight in zip(*(jnp.split(x, chunks) for x in (hidden, targets, weights)), strict=True):
-        losses, d_logits = loss_and_gradient(scores(h, rounded, h.dtype), y, weight, vocab)
+        losses, d_logits = loss_and_gradient(scores(h, rounded, h.dtype), y, weight, vocab, softcap)
         nll.append(losses)
         d_hidden.append(d_logits @ rounded)
         d_table += lax.dot_general(d_logits, h, (((0,), (0,)), ((), ())), preferred_element_type=F32)
@@ -52,7 +54,7 @@ def _forward(hidden: Array, table: Array, targets: Array, weights: Array, vocab:
     return ((losses * weights).sum(), losses), (jnp.concatenate(d_hidden), d_table)
 
 
-def _backward(vocab: int, chunks: int, gradients: tuple[Array, Array], cotangents: tuple[Array, Array]) -> Any:
+def _backward(vocab: int, chunks: int, softcap: float | None, gradients: Any, cotangents: tuple[Array, Array]) -> Any:
     d_hidden, d_table = gradients
     total = cotangents[0]
     return d_hidden * total.astype(d_hidden.dtype), d_table * total, None, None
@@ -61,25 +63,33 @@ def _backward(vocab: int, chunks: int, gradients: tuple[Array, Array], cotangent
 cross_entropy.defvjp(_forward, _backward)
 
 
-def loss_and_gradient_plain(logits: Array, targets: Array, weights: Array, vocab: int) -> tuple[Array, Array]:
+def loss_and_gradient_plain(
+    logits: Array, targets: Array, weights: Array, vocab: int, softcap: float | None = None
+) -> tuple[Array, Array]:
     """The kernel's function in plain JAX."""
-    scores = jnp.where(jnp.arange(logits.shape[1]) < vocab, logits.astype(F32), LOWEST)
+    exact = capped(logits.astype(F32), softcap)
+    slope = 1.0 if softcap is None else 1 - jnp.square(exact / softcap)
+    scores = jnp.where(jnp.arange(logits.shape[1]) < vocab, exact, LOWEST)
     total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    gradient = (jnp.exp(scores - total) - jax.nn.one_hot(targets, logits.shape[1])) * weights[:, None]
+    gradient = (jnp.exp(scores - total) - jax.nn.one_hot(targets, logits.shape[1])) * weights[:, None] * slope
     return total[:, 0] - jnp.take_along_axis(scores, targets[:, None], -1)[:, 0], gradient.astype(logits.dtype)
 
 
-def loss_and_gradient(logits: Array, targets: Array, weights: Array, vocab: int) -> tuple[Array, Array]:
-    """Each token's loss in fp32, and `weight · (softmax - onehot)`, if it can be in the memory of the logits.
+def loss_and_gradient(
+    logits: Array, targets: Array, weights: Array, vocab: int, softcap: float | None = None
+) -> tuple[Array, Array]:
+    """Each token's loss in fp32, and `weight · (softmax - onehot)`, if it can be in the memory of the logits; with a
+    soft-cap, of the capped logits, and times its slope.
 
-    Logits are [tokens, padded]. Columns from `vocab` on only pad: their probability and their gradient are zero.
+    Logits are [tokens, padded], not capped. Columns from `vocab` on only pad: their probability and their gradient are
+    zero.
     """
     tokens, padded = logits.shape
     if resident_loss.can_run(jax.local_devices()[0], logits.dtype, padded):
-        return resident_loss.resident_loss(logits, targets, weights, vocab)
+        return resident_loss.resident_loss(logits, targets, weights, vocab, softcap)
     row, scalar = pl.BlockSpec((None, padded), lambda i: (i, 0)), pl.BlockSpec((1,), lambda i: (i,))
     losses, gradient = launch(
-        partial(cross_entropy_kernel, vocab=vocab),
+        partial(cross_entropy_kernel, vocab=vocab, softcap=softcap),
         warps=WARPS,
         grid=(tokens,),
         in_specs=[scalar, scalar, row],
@@ -90,22 +100,26 @@ def loss_and_gradient(logits: Array, targets: Array, weights: Array, vocab: int)
     return losses, gradient
 
 
-def cross_entropy_kernel(targets: Any, weights: Any, logits: Any, losses: Any, gradient: Any, *, vocab: int) -> None:
+def cross_entropy_kernel(
+    targets: Any, weights: Any, logits: Any, losses: Any, gradient: Any, *, vocab: int, softcap: float | None
+) -> None:
     """References to one token's: target [1], weight [1], logits [padded]; results loss [1] and gradient [padded]."""
     (padded,) = logits.shape
     lanes = LANES * WARPS
     rest = vocab // (lanes * UNROLL) * lanes * UNROLL  # from here on with masks
     lane = lax.iota(jnp.int32, lanes)
     target, weight = targets[0], weights[0]
-    picked = logits[target].astype(F32)  # read before the barrier of the reductions, after which the row changes
+    picked = capped(
+        logits[target].astype(F32), softcap
+    )  # read before the barrier of the reductions, after which the row changes
 
     def load(start: Any) -> Array:
-        return logits[pl.ds(start, lanes)].astype(F32)
+        return capped(logits[pl.ds(start, lanes)].astype(F32), softcap)
 
     def load_masked(start: int) -> Array:
         inside = start + lane < padded  # a multiple of 8, so the load stays wide
         x = triton.load(logits.at[start + lane], mask=inside, other=LOWEST)
-        return jnp.where(start + lane < vocab, x.astype(F32), LOWEST)
+        return jnp.where(start + lane < vocab, capped(x.astype(F32), softcap), LOWEST)
 
     def add(xs: list[Array], carry: tuple[Array, Array]) -> tuple[Array, Array]:
         """Running maximum (from the target's logit up) and sum per lane; one rescaling for all tiles of a chunk."""
@@ -117,7 +131,10 @@ def cross_entropy_kernel(targets: Any, weights: Any, logits: Any, losses: Any, g
 
     def differentiate(start: Any, x: Array) -> Array:
         hit = lane == target - start
-        return (jnp.exp2(LOG2E * x - log_total) * weight - jnp.where(hit, weight, 0.0)).astype(gradient.dtype)
+        value = jnp.exp2(LOG2E * x - log_total) * weight - jnp.where(hit, weight, 0.0)
+        if softcap is not None:
+            value *= 1 - jnp.square(jnp.maximum(x, -softcap) / softcap)  # what only pads is LOWEST
+        return value.astype(gradient.dtype)
 
     def write(starts: list[Any], _: Any) -> Any:
         for start, x in zip(starts, [load(start) for start in starts], strict=True):

@@ -25,6 +25,7 @@ UNROLL = 7  # tiles of an iteration: 0.80 ms instead of 0.92
 COPIED = 256  # lines, the most of one copy
 ROOM = 112 * 1024  # bytes of shared memory for a row, if two are to fit
 LOG2E = 1.4426950408889634
+SMALLEST = 1e-30  # smaller than any share: softcaps up to 34
 LOWEST = -1e30  # stands for a logit that is not there; unlike -inf, its differences are numbers
 
 
@@ -41,24 +42,26 @@ def compiles() -> bool:
     like = jax.ShapeDtypeStruct
     shapes = like((2, 2 * COLUMNS), jnp.bfloat16), like((2,), jnp.int32), like((2,), F32)
     try:
-        resident_loss.trace(*shapes, vocab=200).lower(lowering_platforms=("cuda",))
+        for softcap in (None, 15.0):
+            resident_loss.trace(*shapes, vocab=200, softcap=softcap).lower(lowering_platforms=("cuda",))
     except Exception:  # whatever it does not like: the other kernel computes the same
         return False
     return True
 
 
-@partial(jax.jit, static_argnames=("vocab", "interpret"))  # compiled once for all chunks
+@partial(jax.jit, static_argnames=("vocab", "softcap", "interpret"))  # compiled once for all chunks
 def resident_loss(
-    logits: Array, targets: Array, weights: Array, vocab: int, interpret: Any = None
+    logits: Array, targets: Array, weights: Array, vocab: int, softcap: float | None = None, interpret: Any = None
 ) -> tuple[Array, Array]:
-    """Each token's loss in fp32, and `weight · (softmax - onehot)` for logits [tokens, padded], as a new array.
+    """Each token's loss in fp32, and `weight · (softmax - onehot)` for logits [tokens, padded], as a new array; with a
+    soft-cap times its slope, 1 - (logit / softcap)².
 
     Columns from `vocab` on only pad: their probability and their gradient are zero.
     """
     tokens, padded = logits.shape
     lines = padded // COLUMNS
     kernel = mosaic.kernel(
-        partial(resident_loss_kernel, vocab=vocab, laid_out=interpret is None),
+        partial(resident_loss_kernel, vocab=vocab, softcap=softcap, laid_out=interpret is None),
         out_type=[
             jax.ShapeDtypeStruct((tokens,), F32),
             jax.ShapeDtypeStruct((tokens, lines, COLUMNS), logits.dtype),
@@ -93,7 +96,9 @@ def resident_loss_kernel(
     mosaic.wait_smem_to_gmem(0)
 
 
-def _differentiate(row: Any, target: Array, weight: Array, *, vocab: int, laid_out: bool) -> Array:
+def _differentiate(
+    row: Any, target: Array, weight: Array, *, vocab: int, softcap: float | None, laid_out: bool
+) -> Array:
     """Turn the logits in a row into their gradient, and give the loss. `laid_out` says how a tile lies in registers,
     which an interpreter does not know."""
     lines = row.shape[0]
@@ -114,8 +119,11 @@ def _differentiate(row: Any, target: Array, weight: Array, *, vocab: int, laid_o
         along = [iota(jnp.int32, (count, COLUMNS), axis) for axis in (0, 1)]
         return (line + along[0]) * COLUMNS + along[1]
 
+    def capped(x: Array) -> Array:
+        return x if softcap is None else softcap * jnp.tanh(x * (1 / softcap))
+
     def masked(line: int) -> Array:
-        return jnp.where(ids(line, 1) < vocab, load(line, 1), LOWEST)
+        return jnp.where(ids(line, 1) < vocab, capped(load(line, 1)), LOWEST)
 
     def filled(value: float) -> Array:
         array = jnp.full((TILE, COLUMNS), value, F32)
@@ -127,19 +135,26 @@ def _differentiate(row: Any, target: Array, weight: Array, *, vocab: int, laid_o
         return shares
 
     def finish(line: Any, count: int) -> None:
-        slope = load(line, count) * scale
-        row[pl.ds(line, count)] = jnp.where(ids(line, count) == target, slope - weight, slope).astype(row.dtype)
+        shares = load(line, count)
+        gradient = shares * scale
+        gradient = jnp.where(ids(line, count) == target, gradient - weight, gradient)
+        if softcap is not None:  # the logit is the logarithm of its share; no share that is not padding is zero
+            relative = (jnp.log2(jnp.maximum(shares, SMALLEST)) + zero) * (1 / (LOG2E * softcap))
+            gradient = gradient * (1 - relative * relative)
+        row[pl.ds(line, count)] = gradient.astype(row.dtype)
 
     def finish_tile(line: Any, nothing: Any) -> Any:
         finish(line, TILE)
         return nothing
 
-    picked = row[lax.div(target, COLUMNS), lax.rem(target, COLUMNS)].astype(F32)
+    picked = capped(row[lax.div(target, COLUMNS), lax.rem(target, COLUMNS)].astype(F32))
     top = jnp.max(_over(tiles, lambda line, peak: jnp.maximum(peak, load(line, TILE)), filled(LOWEST)))
+    top = capped(top)  # the cap keeps the order
     for line in rest:
         top = jnp.maximum(top, jnp.max(masked(line)))
     zero = top * LOG2E
-    total = jnp.sum(_over(tiles, lambda line, sums: sums + exponentiate(line, TILE, load(line, TILE)), filled(0.0)))
+    add = lambda line, sums: sums + exponentiate(line, TILE, capped(load(line, TILE)))  # noqa: E731
+    total = jnp.sum(_over(tiles, add, filled(0.0)))
     for line in rest:
         total = total + jnp.sum(exponentiate(line, 1, masked(line)))
     scale = weight / total
