@@ -54,7 +54,7 @@ def _connect(address: str | None, cpus: int) -> None:
 
 def _present_token() -> None:
     """Load the cluster's auth token: a driver that connects by address does not send it by itself."""
-    from raygpt.training.ray.private import maybe_enable_token_auth_if_token_available
+    from raygpt.ray_private import maybe_enable_token_auth_if_token_available
 
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
@@ -67,12 +67,11 @@ def _our_code() -> dict[str, Any]:
 
 def _quieten() -> None:
     """Send Ray's messages to its log files, so that the console shows only raygpt's."""
-
-    from raygpt.training.ray import private
+    from raygpt.ray_private import worker
 
     warnings.filterwarnings("ignore", module=r"ray\.")
     logging.getLogger("ray").setLevel(logging.ERROR)
-    private.worker.print_to_stdstream = _to_log  # messages about dead processes: recovery.py reports those
+    worker.print_to_stdstream = _to_log  # messages about dead processes: recovery.py reports those
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setLevel(logging.CRITICAL + 1)

@@ -83,7 +83,8 @@ def test_a_controller_has_this_attribute(name):
 
 
 ROOT = Path(raygpt.__file__).parent
-PRIVATE = ROOT / "training" / "ray" / "private.py"  # not imported: it cannot be where something is gone
+# Of Ray's core and of Ray Train; not imported: they cannot be where something is gone
+PRIVATE = (ROOT / "ray_private.py", ROOT / "training" / "ray" / "private.py")
 
 
 def imports(path):
@@ -101,11 +102,16 @@ def is_private(name):
 
 def test_each_import_is_among_those_looked_up():
     known = {used.replace(":", ".") for used in USED} | {used.partition(":")[0] for used in USED}
-    assert set(imports(PRIVATE)) <= known
+    assert {name for path in PRIVATE for name in imports(path)} <= known
 
 
-def test_rays_private_parts_are_imported_in_one_module():
-    assert {path for path in ROOT.rglob("*.py") if any(map(is_private, imports(path)))} == {PRIVATE}
+def test_rays_private_parts_are_imported_in_two_modules():
+    assert {path for path in ROOT.rglob("*.py") if any(map(is_private, imports(path)))} == {*PRIVATE}
+
+
+def test_connecting_to_a_cluster_does_not_import_ray_train():
+    code = "import sys, raygpt.cluster, raygpt.ray_private\nsys.exit('ray.train' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_training_imports_ray_in_its_folder_for_ray_alone():

@@ -1,18 +1,7 @@
-"""Every import of a private part of Ray, with the reason for it.
+"""Every import of a private part of Ray Train, with the reason for it; ray_private.py has those of Ray's core.
 
 `tests/training/test_ray_private.py` looks each of them up in Ray, so a new version of Ray fails there by name.
 """
-
-# The process's Ray node, if it started one: tells whether a cluster is ours alone. And the function that prints a
-# cluster's messages about dead processes, which would appear between our own lines.
-from ray._private import worker
-
-# A driver that connects by address does not present ~/.ray/auth_token by itself.
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-
-# Whether an autoscaler can add nodes: autoscaler v2 has a flag, v1 writes a status.
-from ray.autoscaler.v2.utils import is_autoscaler_v2
-from ray.experimental.internal_kv import _internal_kv_get as internal_kv_get
 
 # The address at which our workers meet, as Ray's own backends choose it.
 from ray.train._internal.utils import get_address_and_port
@@ -65,9 +54,5 @@ __all__ = [
     "WorkerHealthCheckFailedError",
     "get_address_and_port",
     "get_env_vars_to_propagate",
-    "internal_kv_get",
-    "is_autoscaler_v2",
     "is_preemption_failure",
-    "maybe_enable_token_auth_if_token_available",
-    "worker",
 ]

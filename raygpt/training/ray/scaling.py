@@ -16,7 +16,7 @@ from raygpt import storage
 from raygpt.config import Cluster
 from raygpt.engines import for_gpus
 from raygpt.errors import RaygptError
-from raygpt.training.ray import private
+from raygpt.ray_private import internal_kv_get, is_autoscaler_v2, worker
 
 Accelerator = Literal["cpu", "gpu", "tpu"]
 Resources = dict[str, float]
@@ -155,7 +155,7 @@ def ensure_spare_cpus(workers: Workers) -> None:
 
 def is_our_own() -> bool:
     """Whether this process started the Ray cluster and no other node has joined: it ends with this process."""
-    node: Any = private.worker._global_node
+    node: Any = worker._global_node
     return node is not None and bool(node.is_head()) and len(ray.nodes()) == 1
 
 
@@ -165,9 +165,9 @@ def has_autoscaler() -> bool:
     Ray's monitor reports on every cluster; where it cannot scale, a node's type is the node's id. Autoscaler v2, which
     Kubernetes uses, only runs where it can scale.
     """
-    if private.is_autoscaler_v2(fetch_from_server=True):
+    if is_autoscaler_v2(fetch_from_server=True):
         return True
-    status = json.loads(private.internal_kv_get("__autoscaling_status") or "{}")
+    status = json.loads(internal_kv_get("__autoscaling_status") or "{}")
     kinds: dict[str, str] = (status.get("autoscaler_report") or {}).get("node_type_mapping") or {}
     return any(kind != f"node_{node}" for node, kind in kinds.items())
 

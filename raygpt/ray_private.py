@@ -1,0 +1,18 @@
+"""Every import of a private part of Ray's core, with the reason for it; training/ray/private.py has those of Ray Train.
+
+Two modules because Ray Train takes a second to import, and `raygpt prepare` does not use it.
+`tests/training/test_ray_private.py` looks each of them up in Ray, so a new version of Ray fails there by name.
+"""
+
+# The process's Ray node, if it started one: tells whether a cluster is ours alone. And the function that prints a
+# cluster's messages about dead processes, which would appear between our own lines.
+from ray._private import worker
+
+# A driver that connects by address does not present ~/.ray/auth_token by itself.
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+
+# Whether an autoscaler can add nodes: autoscaler v2 has a flag, v1 writes a status.
+from ray.autoscaler.v2.utils import is_autoscaler_v2
+from ray.experimental.internal_kv import _internal_kv_get as internal_kv_get
+
+__all__ = ["internal_kv_get", "is_autoscaler_v2", "maybe_enable_token_auth_if_token_available", "worker"]
