@@ -28,7 +28,7 @@ from raygpt.corpus.documents import Reader
 from raygpt.corpus.feed import Feed
 from raygpt.corpus.prepare import prepare
 from raygpt.corpus.sources import resolve
-from raygpt.corpus.store import HEADER_BYTES, INDEX, Extent, Header, Index, open_store
+from raygpt.corpus.store import HEADER_BYTES, Extent, Header, Index, open_store
 from raygpt.corpus.tokenizers import Gpt2
 
 CONTEXT = 1024
@@ -136,7 +136,7 @@ def sparse(folder: Path) -> dict[str, Any]:
             file.write(header.pack())
             file.truncate(HEADER_BYTES + 2 * header.tokens)  # a hole: no disk is used
     index = Index("0" * 16, "sparse", "0" * 16, 50257, 50256, "<u2", 0, 0, extents, ())
-    (store / INDEX).write_bytes(index.to_json())
+    index.write(str(store))
     output = subprocess.run(
         [sys.executable, __file__, str(store), "--sparse"], check=True, capture_output=True, text=True
     )

@@ -168,7 +168,7 @@ def read_json(uri: str, remedy: str = "delete it and run the same command again"
     for pause in (*REREAD_S, None):
         try:
             return json.loads(read_bytes(uri))
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             break
         except ValueError as error:
             if pause is None:
@@ -181,6 +181,11 @@ def write_bytes(uri: str, content: bytes) -> None:
     """Write a file atomically, replacing one of that name."""
     with atomic_write(uri) as path:
         path.write_bytes(content)
+
+
+def write_json(uri: str, value: Any) -> None:
+    """Write a JSON file atomically, indented for people who open it."""
+    write_bytes(uri, json.dumps(value, indent=1).encode())
 
 
 @contextlib.contextmanager
@@ -255,7 +260,7 @@ def delete_folder(uri: str) -> None:
             system.delete_file(f"{path}/{name}")
 
 
-def move_there(path: Path, uri: str) -> None:
+def move_file(path: Path, uri: str) -> None:
     """Move a local file to a path on the same disk, or upload it to an object store."""
     if is_remote(uri):
         _upload(path, uri)

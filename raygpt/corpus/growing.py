@@ -29,7 +29,7 @@ POLL_S = 0.2
 class GrowingStream(TokenStream):
     """A stream that grows. Reading waits for missing tokens, up to `patience_s` without progress.
 
-    `val`: whether the validation text is a separate source; its units then come after those of `train`.
+    `stream` is train, or val for a separate validation source, whose units come after those of train.
     """
 
     def __init__(self, folder: str, patience_s: float = 300, stream: str = "train"):
@@ -88,7 +88,7 @@ class GrowingStream(TokenStream):
         if not storage.exists(uri):
             return False
         if name == INDEX:
-            self._end_with(Index.from_json(storage.read_bytes(uri), uri))
+            self._end_with(Index.read(self.folder))
             return True
         header = read_header(uri)
         self._extents.append(Extent(name, 0, header.tokens))
@@ -114,8 +114,3 @@ class GrowingStore(TokenStore):
         self.val = GrowingStream(folder, patience_s, "val")
         self.folder, self.index = folder, self.train.index
         self.val.wait(sys.maxsize)
-
-
-def is_complete(folder: str) -> bool:
-    """Whether the store is complete, and can be opened directly."""
-    return storage.exists(storage.join(folder, INDEX))

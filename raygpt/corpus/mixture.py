@@ -7,11 +7,11 @@ from raygpt import storage
 from raygpt.config import Data
 from raygpt.corpus import nanogpt, prepare, tokenizers
 from raygpt.corpus.feed import Feed
-from raygpt.corpus.growing import GrowingStore, is_complete
+from raygpt.corpus.growing import GrowingStore
 from raygpt.corpus.order import window_count
 from raygpt.corpus.prepare import Background, Job, Watch
 from raygpt.corpus.sources import Source, resolve
-from raygpt.corpus.store import INDEX, PLAN, TokenStore, open_store
+from raygpt.corpus.store import INDEX, PLAN, TokenStore, is_complete, open_store
 from raygpt.errors import RaygptError
 
 
@@ -97,7 +97,7 @@ def _folder(job: Job, stores: str) -> str:
 def open_prepared(folder: str, tokenizer: str = "gpt2") -> TokenStore:
     """A store that raygpt or nanoGPT wrote; `tokenizer` is the one of nanoGPT's files."""
     folder = storage.absolute(folder)  # Ray's workers run in other folders
-    if not storage.exists(storage.join(folder, INDEX)) and nanogpt.is_nanogpt(folder):
+    if not is_complete(folder) and nanogpt.is_nanogpt(folder):
         return nanogpt.open_nanogpt(folder, tokenizer)
     return open_store(folder)
 

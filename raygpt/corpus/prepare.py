@@ -4,7 +4,6 @@ The store of a source is a pure function of the source's text, the tokenizer and
 of its shards is completed, a complete one is opened, and one that belongs to something else is refused.
 """
 
-import hashlib
 import itertools
 import json
 import math
@@ -88,7 +87,7 @@ class Job:
             "split": [self.split, self.split_seed],
             "tokenizer": tokenizers.fingerprint(made) if made else [self.tokenizer, texts],
         }
-        return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=8).hexdigest()
+        return storage.digest(json.dumps(identity, sort_keys=True))
 
 
 def prepare(
@@ -209,7 +208,7 @@ def _write_plan(job: Job, folder: str, units: Sequence[Unit]) -> None:
         if {**begun, **counted} != {**plan, **counted}:
             raise _another(folder)
         _begin_again(folder)
-    storage.write_bytes(uri, json.dumps(plan, indent=1).encode())
+    storage.write_json(uri, plan)
 
 
 def _begin_again(folder: str) -> None:
@@ -310,7 +309,7 @@ def _write_index(
         index = _gather_val(index, folder, held_out)
     elif isinstance(job.val, float) and job.val:
         index = _hold_out_tail(index, folder, job.val, job.split)
-    storage.write_bytes(storage.join(folder, INDEX), index.to_json())
+    index.write(folder)
 
 
 def _extents(parts: Sequence[Part], stream: str) -> tuple[Extent, ...]:

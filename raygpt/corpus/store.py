@@ -13,7 +13,6 @@ A stream (train or val) is the ids of its shards one after another. nanoGPT's `t
 make a store as they are.
 """
 
-import json
 import mmap
 import struct
 from collections.abc import Iterable, Sequence
@@ -144,18 +143,19 @@ class Index:
             "notes": list(self.notes),
         }
 
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=1).encode()
+    def write(self, folder: str) -> None:
+        storage.write_json(storage.join(folder, INDEX), asdict(self))
 
     @classmethod
-    def from_json(cls, raw: bytes, name: str) -> "Index":
+    def read(cls, folder: str) -> "Index":
+        uri, remedy = storage.join(folder, INDEX), "delete it and prepare the source again"
+        fields = storage.read_json(uri, remedy)
         try:
-            fields = json.loads(raw)
-            _check_version(fields["version"], name)
+            _check_version(fields["version"], uri)
             streams = {s: tuple(Extent(**extent) for extent in fields[s]) for s in ("train", "val")}
             return cls(**{**fields, **streams, "notes": tuple(fields["notes"])})
-        except (ValueError, KeyError, TypeError) as error:
-            raise RaygptError(f"{name} is damaged ({error}); delete it and prepare the source again") from error
+        except (KeyError, TypeError) as error:
+            raise RaygptError(f"{uri} is damaged ({error}); {remedy}") from error
 
 
 class TokenStream:
@@ -232,6 +232,11 @@ class TokenStore:
         return tokenizers.load(self.folder)
 
 
+def is_complete(folder: str) -> bool:
+    """Whether a folder holds a complete store."""
+    return storage.exists(storage.join(folder, INDEX))
+
+
 def open_store(folder: str) -> TokenStore:
     """Open a prepared store, whose shards must all be there."""
     names = storage.sizes(folder)
@@ -239,8 +244,7 @@ def open_store(folder: str) -> TokenStore:
         raise RaygptError(f"{folder} is not complete yet; run the same prepare again, it continues where it stopped")
     if INDEX not in names:
         raise RaygptError(f"{folder} is no token store, it has no {INDEX}; make one with raygpt prepare")
-    uri = storage.join(folder, INDEX)
-    store = TokenStore(folder, Index.from_json(storage.read_bytes(uri), uri))
+    store = TokenStore(folder, Index.read(folder))
     _check_sizes(store, names)
     return store
 

@@ -7,7 +7,6 @@ documents and which no text can produce.
 
 import base64
 import functools
-import hashlib
 import importlib.util
 import json
 from collections.abc import Iterable, Iterator
@@ -206,12 +205,9 @@ class Bpe:
 def load(saved: str) -> Tokenizer:
     """A tokenizer from its JSON file, or from the folder (a store, a run) that holds it; local or s3://."""
     uri = saved if saved.endswith(".json") else storage.join(saved, FILE_NAME)
-    try:
-        description = json.loads(storage.read_bytes(uri))
-    except OSError as error:
-        raise RaygptError(f"no tokenizer at {uri}; name a {FILE_NAME}, or gpt2, bytes, char or bpe:N") from error
-    except ValueError as error:
-        raise RaygptError(f"{uri} is damaged ({error}); save the tokenizer again") from error
+    description = storage.read_json(uri, remedy="save the tokenizer again")
+    if description is None:
+        raise RaygptError(f"no tokenizer at {uri}; name a {FILE_NAME}, or gpt2, bytes, char or bpe:N")
     return from_description(description, uri)
 
 
@@ -245,8 +241,7 @@ def save(tokenizer: Tokenizer, folder: str) -> None:
 @functools.cache  # GPT-2's takes 0.1 s
 def fingerprint(tokenizer: Tokenizer) -> str:
     """16 hex digits; different for different tokenizers."""
-    canonical = json.dumps(tokenizer.describe(), sort_keys=True)
-    return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
+    return storage.digest(json.dumps(tokenizer.describe(), sort_keys=True))
 
 
 def ready_made(name: str) -> Tokenizer | None:

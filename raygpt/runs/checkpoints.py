@@ -48,7 +48,7 @@ def publish(part: Path, folder: str) -> dict[str, Any]:
     written = {path.relative_to(part).as_posix(): path for path in sorted(part.rglob("*")) if path.is_file()}
     described = {name: [path.stat().st_size, _checksum(path)] for name, path in written.items()}
     with ThreadPoolExecutor(8 if storage.is_remote(folder) else 1) as threads:
-        list(threads.map(lambda name: _retried(storage.move_there, written[name], storage.join(folder, name)), written))
+        list(threads.map(lambda name: _retried(storage.move_file, written[name], storage.join(folder, name)), written))
     shutil.rmtree(part, ignore_errors=True)
     return described
 
@@ -68,7 +68,7 @@ def _retried(move: Callable[..., None], *arguments: Any) -> None:
 def commit(folder: str, step: int, facts: dict[str, Any], files: dict[str, Any]) -> None:
     """Write the marker, which makes the folder a checkpoint. `files` is what the processes published."""
     marker = {"step": step, **facts, "files": dict(sorted(files.items()))}
-    storage.write_bytes(storage.join(folder, MARKER), json.dumps(marker, indent=1).encode())
+    storage.write_json(storage.join(folder, MARKER), marker)
 
 
 def make_room(run_folder: str, step: int) -> None:
@@ -229,7 +229,7 @@ def write_val_loss(run_folder: str, step: int, loss: float | None) -> None:
     """Record a step's validation loss."""
     with _bookkeeping:
         known = {**val_losses(run_folder), step: loss}
-        storage.write_bytes(storage.join(run_folder, FOLDER, VAL_LOSSES), json.dumps(known).encode())
+        storage.write_json(storage.join(run_folder, FOLDER, VAL_LOSSES), known)
 
 
 def folders(run_folder: str) -> dict[int, bool]:

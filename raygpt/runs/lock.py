@@ -5,7 +5,6 @@ A lock whose owner is gone is recognised: on this machine by its process id, fro
 
 import contextlib
 import getpass
-import json
 import os
 import socket
 import threading
@@ -86,7 +85,7 @@ def _take(uri: str, ours: Owner, run_folder: str) -> None:
         raise RaygptError(
             f"{run_folder} is being trained by {before}; wait for it or stop it, or set run.name to begin another run"
         )
-    storage.write_bytes(uri, _json(ours))
+    storage.write_json(uri, asdict(ours))
     time.sleep(0.1)  # a driver that started at the same moment has written by now; the last writer has the lock
     after = _read(uri)
     if after is None or after.token != ours.token:
@@ -100,7 +99,7 @@ def _renew(uri: str, ours: Owner, ended: threading.Event, taken_by: list[Owner])
             if current and current.token != ours.token:
                 taken_by.append(current)
                 return
-            storage.write_bytes(uri, _json(replace(ours, renewed=time.time())))
+            storage.write_json(uri, asdict(replace(ours, renewed=time.time())))
 
 
 def _read(uri: str) -> Owner | None:
@@ -109,10 +108,6 @@ def _read(uri: str) -> Owner | None:
         return Owner(**read) if read else None
     except (TypeError, OSError, DamagedError):
         return None  # not written by raygpt
-
-
-def _json(owner: Owner) -> bytes:
-    return json.dumps(asdict(owner)).encode()
 
 
 def _is_alive(process: int) -> bool:

@@ -46,7 +46,7 @@ class Outcome:
 
 def write_result(run_folder: str, outcome: Outcome) -> None:
     """Record how a run ended, for `raygpt runs`."""
-    _write(run_folder, RESULT, {**asdict(outcome), "time": round(time.time(), 3)})
+    storage.write_json(storage.join(run_folder, RESULT), {**asdict(outcome), "time": round(time.time(), 3)})
 
 
 def read_result(run_folder: str) -> dict[str, Any] | None:
@@ -56,7 +56,7 @@ def read_result(run_folder: str) -> dict[str, Any] | None:
 
 def write_about(run_folder: str, about: Mapping[str, str]) -> None:
     """Record the engine's description of itself, this machine, and the versions of libraries."""
-    _write(run_folder, ABOUT, {**about, **_machine(), "versions": _versions()})
+    storage.write_json(storage.join(run_folder, ABOUT), {**about, **_machine(), "versions": _versions()})
 
 
 def read_about(run_folder: str) -> dict[str, Any]:
@@ -80,10 +80,6 @@ def samples_of(step: int, texts: Sequence[str], prompts: Sequence[str] = ()) -> 
 def read_samples(run_folder: str) -> list[dict[str, Any]]:
     """{"step", "text"}, some with "prompt", in order of steps."""
     return [sample for _, sample in complete_lines(content_of(storage.join(run_folder, SAMPLES)))]
-
-
-def _write(run_folder: str, name: str, value: dict[str, Any]) -> None:
-    storage.write_bytes(storage.join(run_folder, name), json.dumps(value, indent=1).encode())
 
 
 def _read(run_folder: str, name: str) -> dict[str, Any] | None:

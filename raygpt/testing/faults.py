@@ -7,7 +7,6 @@ and `always` for a fault that repeats whenever its step is reached again. A save
 takes long, so a fault in a save happens in the first save at or after its step.
 """
 
-import json
 import os
 import re
 import signal
@@ -85,7 +84,7 @@ class Faults:
         return storage.join(self.run_folder, "faults", str(number))
 
     def _write_down(self, strike: Strike) -> None:
-        storage.write_bytes(self._note(strike.number), json.dumps(asdict(strike)).encode())
+        storage.write_json(self._note(strike.number), asdict(strike))
 
 
 def from_environment(run_folder: str) -> Faults:

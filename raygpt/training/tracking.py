@@ -11,7 +11,6 @@ metrics.jsonl what it may have lost with the killed process, and no step twice.
 """
 
 import functools
-import hashlib
 import importlib.util
 import os
 import queue
@@ -271,4 +270,4 @@ class Mlflow:
 
 def _id_of(run_folder: str) -> str:
     """An id that depends on the folder alone: after a restart the tracker's run is found by it."""
-    return hashlib.blake2b(storage.absolute(run_folder).encode(), digest_size=8).hexdigest()
+    return storage.digest(storage.absolute(run_folder))

@@ -16,8 +16,8 @@ import pytest
 from raygpt import storage
 from raygpt.corpus import growing, tokenizers
 from raygpt.corpus.feed import Feed
-from raygpt.corpus.growing import GrowingStream, is_complete
-from raygpt.corpus.store import Extent, Header, Index, open_store, shard_name, write_shard
+from raygpt.corpus.growing import GrowingStream
+from raygpt.corpus.store import Extent, Header, Index, is_complete, open_store, shard_name, write_shard
 from raygpt.errors import RaygptError
 
 # tokens of each part of each unit; the third unit has no text, as a file of blank documents has none
@@ -54,7 +54,7 @@ def finish(folder: str, train: list[Extent]) -> None:
     """What prepare writes last."""
     fingerprint = tokenizers.fingerprint(TOKENIZER)
     index = Index("f" * 16, "test", fingerprint, 257, 256, "<u2", 9, 200, tuple(e for e in train if e.tokens), ())
-    storage.write_bytes(storage.join(folder, "index.json"), index.to_json())
+    index.write(folder)
 
 
 def prepare(folder: str, pause: float = 0.0) -> None:

@@ -156,7 +156,7 @@ def write_store(folder: str, vocab: int, train: list[Any], val: list[Any]) -> To
             extents[stream].append(Extent(name, 0, len(ids)))
     streams = tuple(extents["train"]), tuple(extents["val"])
     index = Index("0" * 16, "test", tokenizer, vocab, vocab - 1, dtype.str, 1, 1, *streams)
-    storage.write_bytes(storage.join(folder, "index.json"), index.to_json())
+    index.write(folder)
     return open_store(folder)
 
 

@@ -59,7 +59,7 @@ def write_store(
         notes=("a note",),
     )
     tokenizers.save(tokenizers.Bytes(), folder)
-    storage.write_bytes(storage.join(folder, "index.json"), index.to_json())
+    index.write(folder)
     return folder
 
 
@@ -149,7 +149,8 @@ def test_a_shard_begins_with_a_header_of_64_bytes(tmp_path: Path) -> None:
 
 def test_the_index_is_read_back_as_it_was_written(store: Path) -> None:
     index = open_store(str(store)).index
-    assert Index.from_json(index.to_json(), "index.json") == index
+    index.write(str(store))
+    assert Index.read(str(store)) == index
     assert index.train == (
         Extent("train-00000.tokens", 0, 40),
         Extent("train-00001.tokens", 0, 0),
@@ -399,7 +400,7 @@ def test_a_store_of_nine_billion_tokens_costs_what_a_small_one_costs(tmp_path: P
         extents.append(Extent(path.name, 0, tokens))
     edit(tmp_path / "train-00008-00000.tokens", 64 + 2 * (tokens - 1), b"\x07\0")
     index = Index("0" * 16, "test", BYTES, 257, 256, "<u2", 1, 2, tuple(extents), ())
-    (tmp_path / "index.json").write_bytes(index.to_json())
+    index.write(str(tmp_path))
     answer = subprocess.run(
         [sys.executable, "-c", READ_BATCH_A_MILLION, str(tmp_path)], capture_output=True, text=True, check=True
     )

@@ -853,7 +853,7 @@ def test_an_upload_that_fails_twice_is_tried_again_and_nothing_is_said(make_task
 
 
 def test_the_last_step_waits_for_the_save_before_it_and_is_not_called_left_out(make_task, monkeypatch):
-    task, real = make_task(**EVERY_SECOND), storage.move_there
+    task, real = make_task(**EVERY_SECOND), storage.move_file
 
     def move(path, uri):
         if "step-00000008" in uri:
@@ -861,14 +861,14 @@ def test_the_last_step_waits_for_the_save_before_it_and_is_not_called_left_out(m
             time.sleep(1)
         real(path, uri)
 
-    monkeypatch.setattr(storage, "move_there", move)
+    monkeypatch.setattr(storage, "move_file", move)
     events = run(task, FakeEngine())
     assert not texts_of(events, Warned)
     assert steps_of(events, CheckpointSaved) == [2, 4, 6, 8, 10]
 
 
 def test_an_upload_that_blocks_holds_up_no_step_and_the_next_save_is_left_out(make_task, monkeypatch):
-    task, let_go, real = make_task(**EVERY_SECOND), threading.Event(), storage.move_there
+    task, let_go, real = make_task(**EVERY_SECOND), threading.Event(), storage.move_file
 
     def move(path, uri):
         if "step-00000004" in uri:
@@ -885,7 +885,7 @@ def test_an_upload_that_blocks_holds_up_no_step_and_the_next_save_is_left_out(ma
             return super().step(state, batch)
 
     seen = []
-    monkeypatch.setattr(storage, "move_there", move)
+    monkeypatch.setattr(storage, "move_file", move)
     events = run(task, Watched())
     assert seen == [(2, [])]
     said = texts_of(events, Warned)

@@ -9,8 +9,8 @@ import pytest
 
 from raygpt import storage
 from raygpt.corpus import pipeline, prepare
-from raygpt.corpus.growing import is_complete
 from raygpt.corpus.mixture import growing_text
+from raygpt.corpus.store import is_complete
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
