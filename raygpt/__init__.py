@@ -27,6 +27,6 @@ def train(recipe: str, **overrides: Any) -> "Result":
 
 def run(function: "Callable[..., None]", config: dict[str, Any] | None = None, **options: Any) -> "Result":
     """Run a JAX or PyTorch function on the same workers; see `raygpt.training.ray.function.run`."""
-    from raygpt.training.ray import function as own
+    from raygpt.training.ray import function as user_function
 
-    return own.run(function, config, **options)
+    return user_function.run(function, config, **options)

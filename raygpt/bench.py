@@ -23,16 +23,14 @@ from raygpt.recipes import load_recipe
 from raygpt.training.mfu import mfu
 
 GPT2_VOCAB, CHARACTERS = 50257, 65  # of GPT-2; of Shakespeare, which nanoGPT trains on a CPU
-ROUND, FIRST, WARM_UP, BATCHES = (
-    10,
-    5,
-    10,
-    4,
-)  # steps of a round, steps whose losses are kept, warm-up steps; batches used in turn
+ROUND_STEPS = 10  # timed together: within a round nothing waits for the device
+FIRST_STEPS = 5  # whose losses are kept
+WARM_UP_STEPS = 10
+BATCHES = 4  # used in turn
 NANOGPTS_CPU_MODEL = ("model.layers=4", "model.heads=4", "model.width=128")  # of its README, for a laptop
-# What makes two figures comparable.
+# Two figures are comparable if these are equal.
 SAME = ("device", "engine", "kernels", "layers", "width", "context", "vocab", "precision")
-SET_HERE = {  # and what to write instead
+SET_HERE = {  # keys that the benchmark sets, and what to write instead
     "engine": "write --engine",
     "model.preset": "write --preset",
     "model.context": "write --context",
@@ -104,13 +102,13 @@ def timed(steps: Steps, work: Work) -> dict[str, Any]:
     began = time.perf_counter()
     losses = [steps.wait(steps.take(0))]
     compile_s = time.perf_counter() - began
-    losses += [steps.wait(steps.take(n)) for n in range(1, FIRST)]
-    steps.wait([steps.take(n) for n in range(WARM_UP)][-1])
+    losses += [steps.wait(steps.take(n)) for n in range(1, FIRST_STEPS)]
+    steps.wait([steps.take(n) for n in range(WARM_UP_STEPS)][-1])
     rounds = []
-    for _ in range(max(1, work.steps // ROUND)):
+    for _ in range(max(1, work.steps // ROUND_STEPS)):
         began = time.perf_counter()
-        steps.wait([steps.take(n) for n in range(ROUND)][-1])
-        rounds.append((time.perf_counter() - began) / ROUND)
+        steps.wait([steps.take(n) for n in range(ROUND_STEPS)][-1])
+        rounds.append((time.perf_counter() - began) / ROUND_STEPS)
     speed, model = work.batch * work.context / statistics.median(rounds), work.recipe.model
     return {
         "ms": 1e3 * statistics.median(rounds),
@@ -211,9 +209,9 @@ def verdict(figures: dict[str, Any], table: list[dict[str, Any]]) -> str:
         return f"nothing comparable is recorded for {device}; there are figures for: {known}"
     ratio = figures["tokens_per_s"] / row["tokens_per_s"]
     when = f"recorded on {row['date']} with {row['versions']}, {row['rows']} rows"
-    opinion = "as expected: devices of one kind differ by 5 %" if abs(ratio - 1) <= 0.05 else _why(ratio)
+    opinion = "as expected: devices of one kind differ by 5 %" if abs(ratio - 1) <= 0.05 else _explain(ratio)
     return f"{ratio:.2f} of the {row['tokens_per_s']:,} tokens/s {when}: {opinion}"
 
 
-def _why(ratio: float) -> str:
+def _explain(ratio: float) -> str:
     return "faster" if ratio > 1 else "slower; is something else running, or the device at its power limit?"

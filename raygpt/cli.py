@@ -69,7 +69,7 @@ def train(
         with data.preparing() as progress:
             run = launch.prepare_run(loaded, progress, force)
         if as_json:
-            result = launch.train(run, training.tell_trouble, traced)
+            result = launch.train(run, training.show_message, traced)
             outcome = {"path": result.path, "metrics": result.metrics, "stopped": result.stopped}
             _print_json({**outcome, "plan": run.plan.as_dict()})
         elif run.is_finished:
@@ -441,11 +441,11 @@ def bench(
     usual = benchmark.usual_work(engine, preset, overrides or [])
     work = replace(usual, batch=batch or usual.batch, context=context or usual.context, steps=steps)
     figures = benchmark.measure(work)
-    said = benchmark.verdict(figures, benchmark.recorded())
+    verdict = benchmark.verdict(figures, benchmark.recorded())
     if as_json:
-        _print_json({**figures, "verdict": said})
+        _print_json({**figures, "verdict": verdict})
     else:
-        results.show_speed(figures, said)
+        results.show_speed(figures, verdict)
 
 
 @app.callback(invoke_without_command=True)

@@ -12,7 +12,7 @@ import typer
 
 from raygpt import cli
 from raygpt.recipes import load_recipe
-from raygpt.show.training import tell_trouble
+from raygpt.show.training import show_message
 from raygpt.training.events import StepLogged, Warned
 
 
@@ -183,7 +183,7 @@ def test_train_as_json_gives_metrics_and_plan_and_saves_the_recipe(ray_cluster, 
 
 def test_where_output_is_for_a_program_trouble_is_told_beside_it(capsys):
     for event in (Warned("a save failed"), StepLogged(1, {"loss": 2.0})):
-        tell_trouble(event)
+        show_message(event)
     assert capsys.readouterr() == ("", "warning: a save failed\n")
 
 

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from raygpt.config import shown
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.errors import RaygptError
-from raygpt.inference.sampling import Writer, encode_prompt, sample
+from raygpt.inference.sampling import Decoder, encode_prompt, sample
 
 TOKENS = 200  # new tokens, if the context has room for them
 
 
-def write(model: Writer, state: Any, tokenizer: Tokenizer, prompts: Sequence[str], seed: int) -> list[str]:
+def write(model: Decoder, state: Any, tokenizer: Tokenizer, prompts: Sequence[str], seed: int) -> list[str]:
     """A text for each prompt, including it; without prompts, one text that starts a document.
 
     Prompts of the same length are continued in one batch.

@@ -30,11 +30,11 @@ def evaluate(
     results = {}
     for name, path in chosen.items():
 
-        def hear(done: int, total: int, name: str = name) -> None:
+        def report(done: int, total: int, name: str = name) -> None:
             watch(name, done, total)
 
         if name == VALIDATION:
-            results[name] = validation.validate(loaded, hear)
+            results[name] = validation.validate(loaded, report)
         else:
-            results[name] = tasks.evaluate(loaded, name, tasks.read_items(name, path, limit), hear)
+            results[name] = tasks.evaluate(loaded, name, tasks.read_items(name, path, limit), report)
     return results

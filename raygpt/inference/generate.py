@@ -89,7 +89,7 @@ def generate(
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
-        forgets=_said_once(note, loaded.reader.context),
+        on_context_full=_noted_once(note, loaded.reader.context),
     )
     for _, tokens in zip(range(options.tokens), drawn, strict=False):
         shown = [text.add(int(token)) for text, token in zip(texts, tokens, strict=True)]
@@ -101,12 +101,12 @@ def generate(
     return texts
 
 
-def _said_once(note: Callable[[str], None], context: int) -> Callable[[int], None]:
+def _noted_once(note: Callable[[str], None], context: int) -> Callable[[int], None]:
     said: list[int] = []
 
-    def forgets(kept: int) -> None:
+    def on_context_full(kept: int) -> None:
         if not said:
             note(f"the model sees {context} tokens at once; whenever they are full, its last {kept} are read in again")
         said.append(kept)
 
-    return forgets
+    return on_context_full

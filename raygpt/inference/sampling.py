@@ -13,7 +13,7 @@ from raygpt.errors import RaygptError
 Logits = NDArray[np.floating[Any]]
 
 
-class Writer(Protocol):
+class Decoder(Protocol):
     """What sampling needs of a model: an engine in training, or a reader."""
 
     context: int
@@ -43,7 +43,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | None, name: str = "the pro
 
 
 def sample(
-    engine: Writer,
+    model: Decoder,
     state: Any,
     prompt: NDArray[np.int32],
     tokens: int,
@@ -57,16 +57,16 @@ def sample(
 
     A temperature of 0 takes the likeliest token each time.
     """
-    if prompt.shape[1] > engine.context:
-        raise RaygptError(f"the prompt has {prompt.shape[1]} tokens, and the model sees {engine.context}; shorten it")
-    room = min(tokens, engine.context - prompt.shape[1])
-    drawn = stream(engine, state, prompt, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    if prompt.shape[1] > model.context:
+        raise RaygptError(f"the prompt has {prompt.shape[1]} tokens, and the model sees {model.context}; shorten it")
+    room = min(tokens, model.context - prompt.shape[1])
+    drawn = stream(model, state, prompt, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     columns = list(itertools.islice(drawn, room))
     return np.stack(columns, axis=1) if columns else np.empty((len(prompt), 0), dtype=np.int32)
 
 
 def stream(
-    engine: Writer,
+    model: Decoder,
     state: Any,
     prompt: NDArray[np.int32],
     *,
@@ -74,30 +74,31 @@ def stream(
     top_k: int | None = 50,
     top_p: float | None = None,
     seed: int = 0,
-    forgets: Callable[[int], None] = lambda kept: None,
+    on_context_full: Callable[[int], None] = lambda kept: None,
 ) -> Iterator[NDArray[np.int32]]:
     """Continue prompts [rows, time] without end, yielding one id per row; computed lazily.
 
-    When the context is full, its last half is prefilled again, and `forgets` is called with the number of those tokens.
+    When the context is full, its last half is prefilled again, and `on_context_full` is called with the number of
+    those tokens.
     """
-    random, half = np.random.default_rng(seed), max(1, engine.context // 2)
-    if prompt.shape[1] > engine.context:
+    random, half = np.random.default_rng(seed), max(1, model.context // 2)
+    if prompt.shape[1] > model.context:
         prompt = prompt[:, -half:]
-        forgets(half)
+        on_context_full(half)
     seen = [prompt]  # the tokens in the cache, in parts
-    logits, cache = engine.prefill(state, prompt)
+    logits, cache = model.prefill(state, prompt)
     place = prompt.shape[1]
     while True:
         drawn = _draw(logits, temperature, top_k, top_p, random)
         yield drawn
         seen.append(drawn[:, None])
-        if place < engine.context:
-            logits, cache = engine.decode(state, seen[-1], place, cache)
+        if place < model.context:
+            logits, cache = model.decode(state, seen[-1], place, cache)
             place += 1
         else:
             seen = [np.concatenate(seen, axis=1)[:, -half:]]
-            forgets(half)
-            logits, cache = engine.prefill(state, seen[0])
+            on_context_full(half)
+            logits, cache = model.prefill(state, seen[0])
             place = half
 
 

@@ -20,7 +20,7 @@ from raygpt.errors import RaygptError
 
 Line = dict[str, Any]
 METRICS = "metrics.jsonl"
-UPLOADED_S = 10.0  # the shortest time between two uploads, and at least a hundred times as long as one takes
+UPLOAD_INTERVAL_S = 10.0  # the shortest time between two uploads, and at least a hundred times as long as one takes
 
 
 def read(run_folder: str) -> list[Line]:
@@ -92,7 +92,7 @@ class MetricsFile:
             started = time.monotonic()
             storage.write_bytes(self._uri, b"".join(self._lines))
             took = time.monotonic() - started
-            self._next_upload = time.monotonic() + max(UPLOADED_S, 100 * took)
+            self._next_upload = time.monotonic() + max(UPLOAD_INTERVAL_S, 100 * took)
             return
         content = b"".join(self._lines)
         with open(self._uri, "r+b" if Path(self._uri).exists() else "wb") as file:  # noqa: PTH123

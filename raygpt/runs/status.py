@@ -23,11 +23,11 @@ def status_of_all(home: str) -> list[Facts]:
     if not names:
         hint = "; it is a run itself: raygpt show" if storage.exists(storage.join(home, RECIPE)) else ""
         raise RaygptError(f"there are no runs in {home}{hint or '; name the folder that raygpt train put them in'}")
-    found = [_or_why_not(storage.join(home, name)) for name in names]
+    found = [_status_or_reason(storage.join(home, name)) for name in names]
     return sorted(found, key=lambda facts: facts["last_seen"] or 0, reverse=True)
 
 
-def _or_why_not(folder: str) -> Facts:
+def _status_or_reason(folder: str) -> Facts:
     """The summary of a run, or the reason if its files cannot be read; the other runs are still shown."""
     run = open_run(folder)
     try:

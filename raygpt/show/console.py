@@ -27,10 +27,10 @@ def program() -> str:
     """What to type for raygpt: its name if the shell finds it, else its path."""
     if shutil.which("raygpt"):
         return "raygpt"
-    return "python -m raygpt" if sys.argv[0].endswith("__main__.py") else near(sys.argv[0])
+    return "python -m raygpt" if sys.argv[0].endswith("__main__.py") else relative_path(sys.argv[0])
 
 
-def near(path: str) -> str:
+def relative_path(path: str) -> str:
     """A path relative to the current folder."""
     return path.removeprefix(f"{Path.cwd()}/")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from raygpt.show.console import as_path, clip, err, near, out, program, show_notes, table_of
+from raygpt.show.console import as_path, clip, err, out, program, relative_path, show_notes, table_of
 
 if TYPE_CHECKING:
     from raygpt.corpus import prepare
@@ -64,7 +64,7 @@ def show_prepared(store: "TokenStore") -> None:
         soft_wrap=True,
     )
     show_notes(index.notes)
-    folder = escape(near(store.folder))
+    folder = escape(relative_path(store.folder))
     out.print(f"token store  {folder}", soft_wrap=True)
     where, name = as_path(folder), folder.rstrip("/").rpartition("/")[-1]
     words = f"train tiny data.source={where} data.tokenizer={where} run.name={name}"

@@ -13,7 +13,7 @@ from raygpt.config import Recipe
 from raygpt.formatting import ago, number_text, size, value_text
 from raygpt.models import describe
 from raygpt.recipes.explain import flat
-from raygpt.show.console import as_path, err, near, out, printable, program, table_of
+from raygpt.show.console import as_path, err, out, printable, program, relative_path, table_of
 
 if TYPE_CHECKING:
     from raygpt.doctor import Finding
@@ -28,7 +28,7 @@ STATES = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed":
 
 def show_exported(found: "CheckpointWeights", folder: str, files: Mapping[str, int]) -> None:
     """The files, and how to open them."""
-    out.print(f"checkpoint of step {found.checkpoint.step} of {escape(near(found.run.folder))}", soft_wrap=True)
+    _show_checkpoint(found)
     table = Table.grid(padding=(0, 2))
     for name, count in sorted(files.items()):
         table.add_row(f"  {escape(name)}", size(count))
@@ -37,10 +37,16 @@ def show_exported(found: "CheckpointWeights", folder: str, files: Mapping[str, i
     out.print(f"  AutoModelForCausalLM.from_pretrained({folder!r})", markup=False, soft_wrap=True)
 
 
+def _show_checkpoint(found: "CheckpointWeights") -> None:
+    out.print(
+        f"checkpoint of step {found.checkpoint.step} of {escape(relative_path(found.run.folder))}", soft_wrap=True
+    )
+
+
 def show_imported(run: "OpenRun") -> None:
     """What it is, and how to train it further."""
     model, vocab = run.recipe.model, run.tokenizer.vocab
-    folder = escape(near(run.folder))
+    folder = escape(relative_path(run.folder))
     out.print(
         f"{describe(model, vocab).count:,} parameters: {model.layers} layers, {model.heads} heads, "
         f"width {model.width}, context {model.context}, {vocab:,} tokens in the vocabulary",
@@ -78,7 +84,7 @@ def evaluating() -> Iterator[Callable[[str, int, int], None]]:
 
 def show_scores(loaded: "LoadedModel", results: Mapping[str, "Figures"]) -> None:
     """A line for each score, with its standard error."""
-    out.print(f"checkpoint of step {loaded.checkpoint.step} of {escape(near(loaded.run.folder))}", soft_wrap=True)
+    _show_checkpoint(loaded)
     table = Table("task", "score", "value", "± standard error", "over", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for task, result in results.items():
         over = f"{result['items']:,} items" if "items" in result else f"{result['tokens']:,} tokens"
@@ -135,7 +141,7 @@ def show_report(files: Mapping[str, int]) -> None:
     """The files of the page and the picture."""
     for file, count in files.items():
         hint = "; open it in a browser, it needs no network" if file.endswith(".html") else ""
-        out.print(f"{escape(near(file))}  {size(count)}{hint}", soft_wrap=True)
+        out.print(f"{escape(relative_path(file))}  {size(count)}{hint}", soft_wrap=True)
 
 
 def show_recipes(recipes: dict[str, str]) -> None:
@@ -177,7 +183,7 @@ def show_speed(figures: dict[str, Any], verdict: str) -> None:
 
 
 def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "run", escape(near(facts["folder"]))
+    yield "run", escape(relative_path(facts["folder"]))
     why = f": {escape(printable(facts['why']))}" if facts["why"] else ""
     yield "state", f"{_state(facts)}{why}, last seen {ago(facts['last_seen'])}"
     yield "model", f"{facts['model']}, {facts['parameters']:,} parameters, engine {facts['engine']}"

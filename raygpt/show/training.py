@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
-from raygpt.show.console import clip, err, near, out, printable, program, show_notes, table_of
+from raygpt.show.console import clip, err, out, printable, program, relative_path, show_notes, table_of
 from raygpt.training.events import (
     BatchSplit,
     Event,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def show_plan(run: "Prepared") -> None:
     """Every number of a run, and the start of its first batch."""
-    out.print(table_of([(label, near(value)) for label, value in run.plan.lines()]))
+    out.print(table_of([(label, relative_path(value)) for label, value in run.plan.lines()]))
     for store in run.corpus.stores:
         show_notes(store.index.notes)
     (row,) = run.feed.rows(0, [0])
@@ -50,14 +50,14 @@ def live_progress(steps: int) -> Iterator["Training"]:
         yield Training(steps, live)
 
 
-def tell_trouble(event: Event) -> None:
-    """Print warnings and the like on standard error, when standard output is JSON for a program."""
-    if said := _trouble(event):
-        err.print(said, soft_wrap=True)
+def show_message(event: Event) -> None:
+    """Print warnings and other messages on standard error, when standard output is JSON for a program."""
+    if text := _message_text(event):
+        err.print(text, soft_wrap=True)
 
 
-def _trouble(event: Event) -> str:
-    """The text of a warning, a fault, or a wait; empty for other events."""
+def _message_text(event: Event) -> str:
+    """The text of a message; empty for other events."""
     match event:
         case Warned(text):
             return f"[yellow]warning:[/] {escape(text)}"
@@ -88,14 +88,14 @@ class Training:
             case BatchSplit(text):
                 self._once("batch", text)
             case Message():
-                out.print(_trouble(event), soft_wrap=True)
+                out.print(_message_text(event), soft_wrap=True)
                 if isinstance(event, Waiting):
                     self._show("waiting")
             case Resumed(step, folder, is_fork):
-                where = f" of {escape(near(folder))}" if is_fork else ""
+                where = f" of {escape(relative_path(folder))}" if is_fork else ""
                 out.print(f"continuing after step {step}{where}", soft_wrap=True)
             case ProfileWritten(file):
-                out.print(f"profile in {escape(near(file))}, for ui.perfetto.dev", soft_wrap=True)
+                out.print(f"profile in {escape(relative_path(file))}, for ui.perfetto.dev", soft_wrap=True)
             case Validated(step, scores):
                 self._val_loss = self._val_loss if event.val_loss is None else event.val_loss
                 parts = [self._step(step)]
@@ -139,15 +139,15 @@ def _score(name: str, value: float) -> str:
 def show_finished(run: "Prepared") -> None:
     """The run was already finished."""
     out.print(
-        f"{escape(near(run.plan.run_folder))} is trained to step {run.after} already. Set training.steps (or epochs) "
-        "higher to go on, or run.name to begin another run.",
+        f"{escape(relative_path(run.plan.run_folder))} is trained to step {run.after} already. Set training.steps (or "
+        "epochs) higher to go on, or run.name to begin another run.",
         soft_wrap=True,
     )
 
 
 def show_stopped(result: "Result") -> None:
     """The run was stopped on request."""
-    folder = escape(near(result.path))
+    folder = escape(relative_path(result.path))
     text = f"stopped after step {result.stopped}, which is saved in {folder}; the same command resumes it"
     out.print(text, soft_wrap=True)
 
@@ -156,7 +156,7 @@ def show_result(result: "Result", events: Sequence[Event]) -> None:
     """The result of a run: validation loss before and after, its last samples, and what to do next."""
     validated = [event.val_loss for event in events if isinstance(event, Validated)]
     losses = [loss for loss in validated if loss is not None]
-    folder = near(result.path)
+    folder = relative_path(result.path)
     _show_samples([event for event in events if isinstance(event, Sampled)])
     if len(losses) > 1:
         out.print(f"\nvalidation loss {losses[0]:.4f} at the start, {losses[-1]:.4f} at the end ({_fall(losses)})")

@@ -33,33 +33,33 @@ class Evaluation:
     def run(self, state: Any, step: int, after_part: Callable[[], None] = lambda: None) -> None:
         """Evaluate a step's state and record the results. `after_part` is called after every part, in all workers."""
 
-        def go_on() -> None:
+        def part_done() -> None:
             self._session.beat(step)
             after_part()
 
-        loss = self._val_loss(state, go_on)
-        scores = self._task_scores(state, go_on)
+        loss = self._val_loss(state, part_done)
+        scores = self._task_scores(state, part_done)
         if loss is not None or scores:
             self._session.record(Validated(step, {**({} if loss is None else {"val_loss": loss}), **scores}))
         write_or_warn(self._session, f"the validation loss of step {step}", lambda: self._keep_loss(step, loss))
         self._sample(state, step)
         self._session.beat(step)
 
-    def _val_loss(self, state: Any, go_on: Callable[[], None]) -> float | None:
+    def _val_loss(self, state: Any, part_done: Callable[[], None]) -> float | None:
         """Mean over the validation set, or its first `eval_rows` rows; None if there is no validation set."""
         losses = []
         context, rows = self._engine.context, self._engine.micro_rows
         for windows in val_windows(self._task.val, context, rows, self._training.eval_rows):
             losses.append(self._engine.window_losses(state, windows))
-            go_on()
+            part_done()
         return float(np.concatenate(losses).mean(dtype=np.float64)) if losses else None
 
-    def _task_scores(self, state: Any, go_on: Callable[[], None]) -> dict[str, float]:
+    def _task_scores(self, state: Any, part_done: Callable[[], None]) -> dict[str, float]:
         """Scores of the recipe's tasks by metric name: lambada_acc, lambada_perplexity and so on."""
         model = InTraining(self._task.tokenizer, self._engine, state)
         found: dict[str, float] = {}
         for name, items in self._task.eval_items.items():
-            result = tasks.evaluate(model, name, items, lambda done, total: go_on())
+            result = tasks.evaluate(model, name, items, lambda done, total: part_done())
             found |= {f"{name}_{key}": result[key] for key in tasks.TASKS[name].figures}
         return found
 

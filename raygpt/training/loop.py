@@ -67,11 +67,11 @@ class Loop:
             self._save_if_due(state, step, metrics, orders)
             if self._is_evaluated(step) and not orders.stop:  # a stopped run evaluates when it is resumed
                 orders = self._evaluate(state, step, metrics)
-            self._saving.look()
+            self._saving.raise_error()
             if orders.stop or step == self._steps:
                 self._finish(state, step, metrics, orders)
                 break
-        self._tell_profile(self._profile.close())
+        self._emit_profile(self._profile.close())
         self._session.close()
         return state
 
@@ -94,10 +94,9 @@ class Loop:
         checkpoint = self._newest()
         source = checkpoint or self._task.start_from
         step = source.step if source else 0
-        is_due = (
-            self._is_evaluated(step) or checkpoint is None
-        )  # a new run, or one that was killed between saving and validating
-        is_due = is_due and bool(self._session.decide(lambda: not checkpoints.is_evaluated(folder, step)))
+        is_due = self._is_evaluated(step) or checkpoint is None
+        if is_due:  # unless it has been evaluated: a run may have been killed between saving and validating
+            is_due = bool(self._session.decide(lambda: not checkpoints.is_evaluated(folder, step)))
         self._session.resume(step, is_validated=not is_due)
         if source:
             self._session.emit(Resumed(step, source.folder, is_fork=checkpoint is None))
@@ -112,7 +111,7 @@ class Loop:
     def _newest(self) -> Checkpoint | None:
         """The run's newest complete checkpoint. Only rank 0 searches: verifying the checksums reads all of it."""
 
-        def look() -> int:
+        def find() -> int:
             found, warnings = checkpoints.newest(self._task.run_folder)
             for warning in warnings:
                 self._session.warn(warning)
@@ -120,7 +119,7 @@ class Loop:
                 checkpoints.sweep(self._task.run_folder)
             return found.step if found else -1
 
-        step = self._session.decide(look)
+        step = self._session.decide(find)
         return None if step < 0 else Checkpoint(step, checkpoints.folder_of(self._task.run_folder, step))
 
     def _restore(self, checkpoint: Checkpoint, folder: str) -> Any:
@@ -146,7 +145,7 @@ class Loop:
         self._task.faults.strike(step, self._session.rank)
         self._profile.before(step)
         state, metrics = self._engine.step(state, batch)
-        self._tell_profile(self._profile.after(step, partial(self._engine.read, metrics)))
+        self._emit_profile(self._profile.after(step, partial(self._engine.read, metrics)))
         self._session.beat(step)
         return state, metrics
 
@@ -160,7 +159,7 @@ class Loop:
         steps = self._task.profile if self._session.rank == 0 else None
         return Profile(*(steps or (0, 0)), self._task.run_folder, self._task.recipe.engine)
 
-    def _tell_profile(self, file: str | None) -> None:
+    def _emit_profile(self, file: str | None) -> None:
         if file:
             self._session.emit(ProfileWritten(file))
 

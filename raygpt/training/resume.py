@@ -91,10 +91,8 @@ def _named(recipe: Recipe, start_from: str, home: str, tokenizer: str) -> Checkp
         raise RaygptError(f"run.start_from: there is no run {name!r} in {home}; write the name of one, or its path")
     checkpoint = checkpoints.find(folder, int(step) if step else None)
     facts = checkpoints.facts(checkpoint)
-    models = (
-        recipe.model,
-        Model.model_validate(facts["recipe"]["model"]),
-    )  # keys that are newer than a run have defaults
+    saved = Model.model_validate(facts["recipe"]["model"])  # keys that are newer than that run have defaults
+    models = (recipe.model, saved)
     ours, theirs = (flat({"model": model.model_dump(mode="json")}) for model in models)
     keys = [key for key in ours if key not in keys_that(May.DIFFER)]
     different = ", ".join(f"{key}: {theirs[key]} → {ours[key]}" for key in keys if ours[key] != theirs[key])

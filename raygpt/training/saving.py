@@ -21,10 +21,10 @@ from raygpt.training.session import Session
 from raygpt.training.task import Task
 
 PATIENCE_S = 5.0  # how long a save, and with it training, waits for the previous one; then the save is skipped
-BEAT_S = 5.0  # between two heartbeats while waiting for the last save
-ASKED_S = 0.05
-LONGEST_S = 1800.0  # the longest that a save may take: a disk that stopped responding would block it for ever
-RETRIED_S = 5.0  # before the last save of a run is retried
+HEARTBEAT_S = 5.0  # between two heartbeats while waiting for the last save
+PARTS_POLL_S = 0.05  # between two polls for the parts that other workers have written
+SAVE_TIMEOUT_S = 1800.0  # the longest that a save may take: a disk that stopped responding would block it for ever
+RETRY_PAUSE_S = 5.0  # before the last save of a run is retried
 
 Check = Callable[[int, dict[str, float]], None]
 
@@ -64,30 +64,28 @@ class Saving:
             if self._session.rank == 0:
                 self._conclude(step, metrics)
 
-        self._thread = threading.Thread(
-            target=work, name=f"save-{step}"
-        )  # not a daemon: the process waits for it at exit
+        self._thread = threading.Thread(target=work, name=f"save-{step}")  # no daemon: the process waits for it at exit
         self._thread.start()
         return True
 
-    def look(self) -> None:
-        """Raise the error of a save thread: divergence, or too many failures."""
+    def raise_error(self) -> None:
+        """Raise the error of a save thread, if any: divergence, or too many failures."""
         if self._error:
             raise self._error
 
     def finish(self, state: Any, step: int, metrics: Any) -> None:
         """Save the last step, retrying as often as saves may fail."""
-        while self._session.decide(lambda: self._newest_after_waiting()) != step:
+        while self._session.decide(self._newest_after_waiting) != step:
             self._session.beat(step)
             if self._session.decide(lambda: not self._is_busy() and self._pause()):
                 self._step = -1  # the save failed
                 self.begin(state, step, metrics)
-        self.look()
+        self.raise_error()
 
     def _newest_after_waiting(self) -> int:
         if self._thread:
-            self._thread.join(BEAT_S)
-        self.look()
+            self._thread.join(HEARTBEAT_S)
+        self.raise_error()
         return self._newest
 
     def _is_busy(self) -> bool:
@@ -95,14 +93,14 @@ class Saving:
 
     def _pause(self) -> bool:
         if self._failed:
-            time.sleep(RETRIED_S)
+            time.sleep(RETRY_PAUSE_S)
         return True
 
     def _is_free(self, step: int, is_end: bool) -> bool:
         """Rank 0: whether the previous save is finished in all processes; waits for it a limited time."""
         if self._thread:
             self._thread.join(min(PATIENCE_S, (self._task.recipe.training.hang_after or PATIENCE_S) / 2))
-        self.look()
+        self.raise_error()
         if self._is_busy() and not is_end:
             self._session.warn(f"the checkpoint of step {step} is skipped: the one before it is still being written")
         return not self._is_busy()
@@ -145,9 +143,9 @@ class Saving:
 
     def _wait_for_all(self, step: int) -> dict[int, dict[str, Any]]:
         while len(parts := self._session.parts_of(step)) < self._session.workers:
-            if time.monotonic() - self._begun > LONGEST_S:
-                raise StorageError(f"not all workers have written their part after {LONGEST_S / 60:.0f} minutes")
-            time.sleep(ASKED_S)
+            if time.monotonic() - self._begun > SAVE_TIMEOUT_S:
+                raise StorageError(f"not all workers have written their part after {SAVE_TIMEOUT_S / 60:.0f} minutes")
+            time.sleep(PARTS_POLL_S)
         return parts
 
     def _commit(self, step: int, files: dict[str, Any]) -> None:

@@ -93,7 +93,7 @@ class LocalSession:
     """A single process without a driver: events are kept in lists."""
 
     events: list[Event] = field(default_factory=list)
-    wanted: list[Orders] = field(default_factory=list)  # returned one after another
+    queued_orders: list[Orders] = field(default_factory=list)  # returned one after another
     rank: int = 0
     workers: int = 1
     _parts: dict[int, dict[int, Any]] = field(default_factory=dict)
@@ -123,7 +123,9 @@ class LocalSession:
         pass
 
     def orders(self, steps_per_s: float) -> Orders:
-        return self.wanted.pop(0) if self.wanted else Orders(next_poll_in_steps=steps_until_next_poll(steps_per_s))
+        if self.queued_orders:
+            return self.queued_orders.pop(0)
+        return Orders(next_poll_in_steps=steps_until_next_poll(steps_per_s))
 
     def decide(self, what: Callable[[], int]) -> int:
         return what()
@@ -148,7 +150,7 @@ class Listener(Protocol):
 
     def record(self, line: Line) -> None: ...
 
-    def close(self, is_well: bool = True) -> None: ...
+    def close(self, succeeded: bool = True) -> None: ...
 
 
 def write_or_warn(session: Session, what: str, write: Callable[[], None]) -> None:

@@ -35,7 +35,7 @@ CLOSING_S = 60.0  # how long to wait for unsent metrics at the end
 FAILED_S = 10.0  # the same if an error ends the run
 
 
-class Numbers(NamedTuple):
+class LoggedNumbers(NamedTuple):
     """The numbers of a line of metrics, as a tracker gets them."""
 
     step: int
@@ -46,11 +46,11 @@ class Numbers(NamedTuple):
 class Tracker(Protocol):
     """A destination of metrics."""
 
-    had: dict[str, int]  # metric -> the last step that the tracker already had when it was opened
+    last_steps: dict[str, int]  # metric -> the last step of it that the tracker had when it was opened
 
-    def send(self, lines: Sequence[Numbers]) -> None: ...
+    def send(self, lines: Sequence[LoggedNumbers]) -> None: ...
 
-    def close(self, is_well: bool) -> None: ...
+    def close(self, succeeded: bool) -> None: ...
 
 
 Make = Callable[[int], Tracker]  # opens a tracker for a run that starts, or resumes after a step
@@ -88,7 +88,7 @@ class Tracking:
 
     def __init__(self, makers: Mapping[str, Make], run_folder: str, warn: Callable[[str], None]):
         self._makers, self._run_folder, self._warn = makers, run_folder, warn
-        self._tellers: list[_Teller] = []
+        self._senders: list[_Sender] = []
 
     def begin(self, after: int) -> None:
         try:
@@ -96,24 +96,24 @@ class Tracking:
         except (OSError, RaygptError) as error:
             self._warn(f"what was logged so far is not sent to trackers ({first_line(error)})")
             lines = []
-        self._tellers = [
-            _Teller(name, functools.partial(make, after), lines, self._warn) for name, make in self._makers.items()
+        self._senders = [
+            _Sender(name, functools.partial(make, after), lines, self._warn) for name, make in self._makers.items()
         ]
 
     def record(self, line: Line) -> None:
-        for teller in self._tellers:
-            teller.waiting.put(line)
+        for sender in self._senders:
+            sender.waiting.put(line)
 
-    def close(self, is_well: bool = True) -> None:
+    def close(self, succeeded: bool = True) -> None:
         """Wait until everything is sent, or time is up."""
-        until = time.monotonic() + (CLOSING_S if is_well else FAILED_S)
-        for teller in self._tellers:
-            teller.waiting.put(is_well)
-        for teller in self._tellers:
-            teller.join(max(0.0, until - time.monotonic()))
+        until = time.monotonic() + (CLOSING_S if succeeded else FAILED_S)
+        for sender in self._senders:
+            sender.waiting.put(succeeded)
+        for sender in self._senders:
+            sender.join(max(0.0, until - time.monotonic()))
 
 
-class _Teller(threading.Thread):
+class _Sender(threading.Thread):
     """Sends lines to one tracker: first those that it missed earlier, then the queue, several at a time."""
 
     def __init__(
@@ -127,28 +127,28 @@ class _Teller(threading.Thread):
     def run(self) -> None:
         try:
             tracker, end = self._make(), None
-            _tell(tracker, self._lines)
+            _send(tracker, self._lines)
             while end is None:
                 waiting = [self.waiting.get()]
                 while not self.waiting.empty():
                     waiting.append(self.waiting.get())
                 end = next((one for one in waiting if isinstance(one, bool)), None)
-                _tell(tracker, [one for one in waiting if not isinstance(one, bool)])
+                _send(tracker, [one for one in waiting if not isinstance(one, bool)])
             tracker.close(end)
         except (Exception, SystemExit) as error:  # W&B exits if its service has failed
             self._warn(f"{self.name} failed ({first_line(error)}) and gets no more metrics; the run continues")
 
 
-def _tell(tracker: Tracker, lines: Sequence[Line]) -> None:
-    """Send lines of metrics, without what the tracker already had."""
+def _send(tracker: Tracker, lines: Sequence[Line]) -> None:
+    """Send lines of metrics, without what the tracker already has."""
     numbers = []
     for line in lines:
         step = int(line["step"])
         metrics = {name: float(line[name]) for name in (*SENT, *METRIC_NAMES) if line.get(name) is not None}
         metrics |= {"restarts": 1.0} if line.get("restart") else {}
-        new = {name: value for name, value in metrics.items() if step > tracker.had.get(name, -1)}
+        new = {name: value for name, value in metrics.items() if step > tracker.last_steps.get(name, -1)}
         if new:
-            numbers.append(Numbers(step, new, float(line.get("time", 0.0))))
+            numbers.append(LoggedNumbers(step, new, float(line.get("time", 0.0))))
     if numbers:
         tracker.send(numbers)
 
@@ -170,13 +170,13 @@ class TensorBoard:
         folder.mkdir(exist_ok=True)
         # Files are named by the second, and read in the order of their names.
         self._writer: Any = EventsWriter(str(folder / "events"), f".{after:012d}")
-        self.had: dict[str, int] = {}
+        self.last_steps: dict[str, int] = {}
         if not is_new:  # what older files say of this step, which may be validated again, and of later ones is void
-            self.had = dict.fromkeys(NAMES, after - 1)
+            self.last_steps = dict.fromkeys(NAMES, after - 1)
             start = SessionLog(status=SessionLog.START)
             self._writer.write_event(Event(wall_time=time.time(), step=after, session_log=start))
 
-    def send(self, lines: Sequence[Numbers]) -> None:
+    def send(self, lines: Sequence[LoggedNumbers]) -> None:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
@@ -185,7 +185,7 @@ class TensorBoard:
             self._writer.write_event(Event(wall_time=line.time, step=line.step, summary=Summary(value=values)))
         self._writer.flush()
 
-    def close(self, is_well: bool) -> None:
+    def close(self, succeeded: bool) -> None:
         self._writer.close()
 
 
@@ -208,16 +208,16 @@ class Wandb:
             resume="allow",
             settings=wandb.Settings(silent=True, console="off", disable_git=True),
         )
-        self.had = dict.fromkeys(NAMES, self._run.starting_step - 1)
+        self.last_steps = dict.fromkeys(NAMES, self._run.starting_step - 1)
 
-    def send(self, lines: Sequence[Numbers]) -> None:
+    def send(self, lines: Sequence[LoggedNumbers]) -> None:
         for line in lines:
             self._run.log({**line.metrics, "time": line.time}, step=line.step)
 
-    def close(self, is_well: bool) -> None:
+    def close(self, succeeded: bool) -> None:
         import wandb
 
-        self._run.finish(exit_code=0 if is_well else 1)
+        self._run.finish(exit_code=0 if succeeded else 1)
         wandb.teardown()  # waits for its service, which writes the end of the file
 
 
@@ -233,7 +233,7 @@ class Mlflow:
         self._run = self._find(run_folder) or self._make(recipe, run_folder)
         self._client.update_run(self._run, status="RUNNING")
         latest = self._client.get_run(self._run).data._metric_objs  # by their steps; `metrics` has only the values
-        self.had = {metric.key: metric.step for metric in latest}
+        self.last_steps = {metric.key: metric.step for metric in latest}
 
     def _find(self, run_folder: str) -> str | None:
         experiment = self._client.get_experiment_by_name("raygpt")
@@ -253,7 +253,7 @@ class Mlflow:
             self._client.log_batch(run, params=params[first : first + 100])
         return str(run)
 
-    def send(self, lines: Sequence[Numbers]) -> None:
+    def send(self, lines: Sequence[LoggedNumbers]) -> None:
         from mlflow.entities import Metric
 
         metrics = [
@@ -264,8 +264,8 @@ class Mlflow:
         for first in range(0, len(metrics), 1000):  # the most that one request may have
             self._client.log_batch(self._run, metrics=metrics[first : first + 1000])
 
-    def close(self, is_well: bool) -> None:
-        self._client.set_terminated(self._run, status="FINISHED" if is_well else "FAILED")
+    def close(self, succeeded: bool) -> None:
+        self._client.set_terminated(self._run, status="FINISHED" if succeeded else "FAILED")
 
 
 def _id_of(run_folder: str) -> str:

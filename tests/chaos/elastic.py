@@ -32,7 +32,7 @@ from raygpt.training.stopping import ask_to_stop
 STEPS_EACH = 15  # with every number of workers
 NOTICE_S = 20
 os.environ["RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S"] = "0.5"
-scaling.RESIZED_S = 3.0
+scaling.RESIZE_CHECK_S = 3.0
 
 
 @dataclass(frozen=True)

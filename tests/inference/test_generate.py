@@ -100,7 +100,7 @@ class Counting:
 
 def test_past_the_context_the_last_half_is_read_in_again():
     model, told = Counting(), []
-    drawn = stream(model, None, np.array([[11, 12, 13]], dtype=np.int32), temperature=0, forgets=told.append)
+    drawn = stream(model, None, np.array([[11, 12, 13]], dtype=np.int32), temperature=0, on_context_full=told.append)
     found = [int(next(drawn)[0]) for _ in range(12)]
     assert found == [3, 4, 5, 6, 7, 8, 4, 5, 6, 7, 8, 4]
     assert model.read == [[[11, 12, 13]], [[5, 6, 7, 8]], [[5, 6, 7, 8]]]
@@ -109,7 +109,7 @@ def test_past_the_context_the_last_half_is_read_in_again():
 
 def test_of_a_prompt_longer_than_the_context_the_end_is_read():
     model, told = Counting(), []
-    next(stream(model, None, np.arange(9, dtype=np.int32)[None], forgets=told.append))
+    next(stream(model, None, np.arange(9, dtype=np.int32)[None], on_context_full=told.append))
     assert model.read == [[[5, 6, 7, 8]]]
     assert told == [4]
 

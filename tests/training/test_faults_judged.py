@@ -18,7 +18,7 @@ from raygpt.training.ray.recovery import Recovery
 def judge(monkeypatch):
     """What becomes of faults at step 7, one after another; before each the nodes that are there may change."""
     monkeypatch.setattr(ray, "get", lambda beat: (7, 0.0))
-    monkeypatch.setattr(recovery, "STORAGE_S", 0)
+    monkeypatch.setattr(recovery, "STORAGE_PAUSE_S", 0)
     said = []
     mailbox = SimpleNamespace(
         last_beat=SimpleNamespace(remote=lambda: None), put=SimpleNamespace(remote=lambda event: said.append(event))

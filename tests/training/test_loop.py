@@ -125,7 +125,7 @@ class FakeEngine:
 
 def run(task, engine, orders=()):
     """The events of a run: of the start, of train and of validation; others may come between."""
-    session = LocalSession(wanted=list(orders))
+    session = LocalSession(queued_orders=list(orders))
     Loop(task, engine, session).run()
     return session.events
 
@@ -508,7 +508,7 @@ def test_several_saves_that_fail_in_a_row_end_the_run(make_task):
 
 
 def test_the_last_save_is_tried_again(make_task, monkeypatch):
-    monkeypatch.setattr("raygpt.training.saving.RETRIED_S", 0)
+    monkeypatch.setattr("raygpt.training.saving.RETRY_PAUSE_S", 0)
     failing = [10, 10]
 
     class Recovers(FakeEngine):
@@ -641,7 +641,7 @@ class Asked(LocalSession):
     """Notes after which steps it was asked; `engine` says which step that was."""
 
     def __init__(self, engine, wanted=()):
-        super().__init__(wanted=list(wanted))
+        super().__init__(queued_orders=list(wanted))
         self.engine, self.after = engine, []
 
     def orders(self, steps_per_s):
@@ -975,7 +975,7 @@ def test_a_checkpoint_counts_when_the_steps_up_to_it_are_logged(make_task):
 
 
 def test_a_worker_whose_disk_does_not_answer_costs_a_save_and_not_all_that_follow(make_task, monkeypatch):
-    monkeypatch.setattr("raygpt.training.saving.LONGEST_S", 0.2)
+    monkeypatch.setattr("raygpt.training.saving.SAVE_TIMEOUT_S", 0.2)
     task, session = make_task(), LocalSession(workers=2)  # the other never tells
     saving = Saving(task, FakeEngine(), session, lambda step, metrics: None)
     assert saving.begin(4, 4, 4)

@@ -17,7 +17,7 @@ from raygpt.recipes import load_recipe
 from raygpt.runs import metrics
 from raygpt.training import tracking
 from raygpt.training.ray.metrics import RayMetrics
-from raygpt.training.tracking import Mlflow, Numbers, TensorBoard, Tracking, Wandb, require
+from raygpt.training.tracking import LoggedNumbers, Mlflow, TensorBoard, Tracking, Wandb, require
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def tell(make, folder, first, last):
         told.record(event)
     told.close()
     assert warnings == []
-    assert not any(teller.is_alive() for teller in told._tellers)
+    assert not any(sender.is_alive() for sender in told._senders)
 
 
 TOLD_AND_KILLED = """
@@ -70,7 +70,7 @@ recipe = load_recipe("tiny", {"run.name": "mine", "run.storage": home})
 
 class Killed:
     def __init__(self, tracker):
-        self.had, self.tracker = tracker.had, tracker
+        self.last_steps, self.tracker = tracker.last_steps, tracker
 
     def send(self, lines):
         self.tracker.send([line for line in lines if line.step <= LAST])
@@ -200,12 +200,12 @@ class Broken:
     """Fails as soon as it is told something."""
 
     def __init__(self, after):
-        self.had = {}
+        self.last_steps = {}
 
     def send(self, lines):
         raise ConnectionError("server is down\nwith a traceback")
 
-    def close(self, is_well):
+    def close(self, succeeded):
         raise AssertionError("it was left out before")
 
 
@@ -220,8 +220,8 @@ class Patient(Broken):
         self.go_on.wait(60)
         self.got += [(line.step, line.metrics) for line in lines]
 
-    def close(self, is_well):
-        self.got.append("closed" if is_well else "failed")
+    def close(self, succeeded):
+        self.got.append("closed" if succeeded else "failed")
 
 
 FAR_OFF = {"skipped": 1.0, "spikes": 4.0, "lambada_acc": 0.5}
@@ -256,7 +256,7 @@ def test_a_tracker_hears_that_the_run_failed_and_what_waited_comes_at_once(folde
     for step in range(1, 6):
         told.record({"step": step, "loss": 1.0})
     patient.go_on.set()
-    told.close(is_well=False)
+    told.close(succeeded=False)
     assert [step for steps in calls for step in steps] == [1, 2, 3, 4, 5]
     assert len(calls) <= 3  # while the first was waited for, the others came
     assert patient.got == ["failed"]
@@ -338,12 +338,18 @@ def test_ray_metrics_count_the_restarts_of_a_runs_whole_life(folder, monkeypatch
     gauges = RayMetrics(folder, after=5)
     assert seen == {"step": 5, "restarts": 0}
     gauges.send(
-        [Numbers(3, {"restarts": 1.0}, 0.0), Numbers(5, {"loss": 2.5}, 0.0), Numbers(5, {"restarts": 1.0}, 0.0)]
+        [
+            LoggedNumbers(3, {"restarts": 1.0}, 0.0),
+            LoggedNumbers(5, {"loss": 2.5}, 0.0),
+            LoggedNumbers(5, {"restarts": 1.0}, 0.0),
+        ]
     )
     assert seen == {"step": 5, "restarts": 2, "loss": 2.5}
-    gauges.send([Numbers(6, {"loss": 2.25, "mfu": 0.4}, 0.0)])
+    gauges.send([LoggedNumbers(6, {"loss": 2.25, "mfu": 0.4}, 0.0)])
     assert seen == {"step": 6, "restarts": 2, "loss": 2.25, "mfu": 0.4}
-    gauges.send([Numbers(7, dict.fromkeys((*tracking.SENT, *tracking.METRIC_NAMES), 3.0), 0.0)])  # each has a gauge
+    gauges.send(
+        [LoggedNumbers(7, dict.fromkeys((*tracking.SENT, *tracking.METRIC_NAMES), 3.0), 0.0)]
+    )  # each has a gauge
     assert (seen["skipped"], seen["spikes"], seen["hellaswag_acc_norm"]) == (3.0, 3.0, 3.0)
 
 

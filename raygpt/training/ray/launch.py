@@ -64,18 +64,21 @@ def train(
     `profile` is the first and the last step to trace.
     """
     folder = run.plan.run_folder
-    seen = Seen(watch, metrics.latest(metrics.read(folder)))
+    driver = DriverState(watch, metrics.latest(metrics.read(folder)))
     if run.is_finished:
         run.corpus.close()
-        return Result(folder, seen.last, checkpoints.folder_of(folder, run.after))
+        return Result(folder, driver.last, checkpoints.folder_of(folder, run.after))
     with on_cluster(run.recipe), contextlib.closing(run.corpus), locked(folder) as check_lock:
         clear_stop_request(folder)
         storage.write_bytes(storage.join(folder, RECIPE), run.original.to_yaml().encode())
         tokenizers.save(run.corpus.tokenizer, folder)
         if changed := resume.changed_rate(folder, run.after, run.recipe):
-            seen.warn(changed)
-        mailbox, workers = open_mailbox(), choose_workers(run.recipe.cluster, run.recipe.engine, seen.warn)
-        with stoppable(folder, lambda: mailbox.request.remote("stop"), seen.show) as poll, _outcome_kept(folder, seen):
+            driver.warn(changed)
+        mailbox, workers = open_mailbox(), choose_workers(run.recipe.cluster, run.recipe.engine, driver.warn)
+        with (
+            stoppable(folder, lambda: mailbox.request.remote("stop"), driver.show) as poll,
+            _recording_outcome(folder, driver),
+        ):
 
             def look() -> None:
                 check_lock()
@@ -90,14 +93,14 @@ def train(
                 backend=backend_for(run.recipe.engine, workers.accelerator),
                 hang_after=run.recipe.training.hang_after,
             )
-            seen.error = fit(trainer, seen.add, look)
+            driver.error = fit(trainer, driver.add, look)
     checkpoint = checkpoints.find_newest(folder)
-    return Result(folder, seen.last, checkpoint.folder if checkpoint else None, seen.error, seen.stopped)
+    return Result(folder, driver.last, checkpoint.folder if checkpoint else None, driver.error, driver.stopped)
 
 
 @dataclass
-class Seen:
-    """The events of a run as its driver has received them."""
+class DriverState:
+    """What the driver knows of a run, from its events."""
 
     watch: Callable[[Event], None]
     last: Line  # the last value of each metric
@@ -123,15 +126,15 @@ class Seen:
 
 
 @contextlib.contextmanager
-def _outcome_kept(run_folder: str, seen: Seen) -> Iterator[None]:
+def _recording_outcome(run_folder: str, driver: DriverState) -> Iterator[None]:
     """Record how the run ended, also if the block raises."""
     try:
         yield
     except BaseException as error:
-        seen.error = error
+        driver.error = error
         raise
     finally:
-        is_stopped = seen.stopped is not None
-        outcome = Outcome("stopped", f"after step {seen.stopped}") if is_stopped else Outcome.of(seen.error)
+        is_stopped = driver.stopped is not None
+        outcome = Outcome("stopped", f"after step {driver.stopped}") if is_stopped else Outcome.of(driver.error)
         with contextlib.suppress(OSError, RaygptError):
             write_result(run_folder, outcome)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from ray.util.metrics import Gauge
 
 from raygpt.evaluation.tasks import METRIC_NAMES
-from raygpt.training.tracking import Numbers
+from raygpt.training.tracking import LoggedNumbers
 
 
 class RayMetrics:
@@ -27,7 +27,7 @@ class RayMetrics:
     }
 
     def __init__(self, run_folder: str, after: int):
-        self.had: dict[str, int] = {}
+        self.last_steps: dict[str, int] = {}
         tags = {"run": run_folder.rstrip("/").rsplit("/", 1)[-1]}
         self._gauges = {
             name: Gauge(f"raygpt_{name}", description=text, tag_keys=("run",))
@@ -38,7 +38,7 @@ class RayMetrics:
         self._restarts = 0.0  # a gauge, not a counter: a counter would begin at zero in each new process
         self._set({"step": after})
 
-    def send(self, lines: Sequence[Numbers]) -> None:
+    def send(self, lines: Sequence[LoggedNumbers]) -> None:
         last: dict[str, float] = {}
         for line in lines:
             last |= {**line.metrics, "step": line.step}
@@ -49,5 +49,5 @@ class RayMetrics:
         for name, value in {**values, "restarts": self._restarts}.items():
             self._gauges[name].set(value)
 
-    def close(self, is_well: bool) -> None:
+    def close(self, succeeded: bool) -> None:
         """Nothing to do: the gauges end with the process."""

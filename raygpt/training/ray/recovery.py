@@ -22,8 +22,8 @@ from raygpt.training.ray.private import (
 
 DEATHS = (ray.exceptions.RayActorError, WorkerHealthCheckFailedError)
 REPEATED = 3  # faults at one step end the run
-DISK_TROUBLE = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
-STORAGE_S = 10.0  # pause after a storage failure, before the workers restart
+DISK_ERRORS = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
+STORAGE_PAUSE_S = 10.0  # pause after a storage failure, before the workers restart
 
 
 class Recovery(DefaultFailurePolicy):
@@ -46,22 +46,22 @@ class Recovery(DefaultFailurePolicy):
         if isinstance(failure, OSError):  # Ray could not write its list of checkpoints, which we do not use
             decision = FailureDecision.RETRY
         if is_preemption_failure(training_failed_error):
-            self._say("a node was lost", "")
+            self._report("a node was lost", "")
             return decision
         step, silent_s = ray.get(self._mailbox.last_beat.remote())
         what = self._describe(cause, training_failed_error, silent_s)
-        is_storage = isinstance(cause, StorageError) or getattr(cause, "errno", None) in DISK_TROUBLE
+        is_storage = isinstance(cause, StorageError) or getattr(cause, "errno", None) in DISK_ERRORS
         if is_storage:
-            time.sleep(STORAGE_S)
+            time.sleep(STORAGE_PAUSE_S)
         self._steps.append(None if is_storage or self._has_lost_nodes() else step)
-        return self._judge(what, step, decision)
+        return self._decide(what, step, decision)
 
     def _has_lost_nodes(self) -> bool:
         """Since the last fault. Workers take minutes to start, and several nodes may be lost meanwhile."""
         before, self._nodes = self._nodes, _nodes()
         return bool(before - self._nodes)
 
-    def _judge(self, what: str, step: int, decision: FailureDecision) -> FailureDecision:
+    def _decide(self, what: str, step: int, decision: FailureDecision) -> FailureDecision:
         """Decide about the last fault, and report it."""
         if self._steps[-REPEATED:] == [step] * REPEATED:
             text = f"the same fault came {REPEATED} times after step {step}, so a restart does not help: {what}"
@@ -71,10 +71,10 @@ class Recovery(DefaultFailurePolicy):
         if len(self._steps) > limit:  # Ray itself would retry for ever
             return FailureDecision.RAISE
         if decision == FailureDecision.RETRY:
-            self._say(f"{what} after step {step}", f" (fault {len(self._steps)} of at most {limit})")
+            self._report(f"{what} after step {step}", f" (fault {len(self._steps)} of at most {limit})")
         return decision
 
-    def _say(self, what: str, count: str) -> None:
+    def _report(self, what: str, count: str) -> None:
         self._mailbox.put.remote(FaultHandled(f"{what}; the workers start again from the newest checkpoint{count}"))
 
     def _describe(self, cause: BaseException, error: Any, silent_s: float) -> str:

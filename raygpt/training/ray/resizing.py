@@ -50,8 +50,8 @@ class CheckpointBeforeResize(ElasticScalingPolicy):
         if not is_saved and time.monotonic() - self._since < SAVED_WITHIN_S:
             return NoopDecision()
         decision, self._wanted = self._wanted, None
-        whence = "there" if is_saved else "the newest checkpoint"
-        text = f"the workers start again from {whence}, {decision.num_workers} of them now"
+        start = "there" if is_saved else "the newest checkpoint"
+        text = f"the workers start again from {start}, {decision.num_workers} of them now"
         self._mailbox.put.remote(FaultHandled(text))
         return decision
 

@@ -20,7 +20,7 @@ from raygpt.ray_private import internal_kv_get, is_autoscaler_v2, worker
 
 Accelerator = Literal["cpu", "gpu", "tpu"]
 Resources = dict[str, float]
-RESIZED_S = 30.0  # between two checks for nodes that an elastic run could grow onto
+RESIZE_CHECK_S = 30.0  # between two checks for nodes that an elastic run could grow onto
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Workers:
                 accelerator_type=cluster.accelerator_type,
                 topology=cluster.topology,
                 placement_strategy=auto if cluster.placement == "auto" else cluster.placement,
-                elastic_resize_monitor_interval_s=RESIZED_S,
+                elastic_resize_monitor_interval_s=RESIZE_CHECK_S,
             )
         except ValueError as error:  # a number of workers that does not fill the slice
             raise RaygptError(f"cluster: {' '.join(str(error).split())}") from None
@@ -115,9 +115,9 @@ def choose_workers(
 ) -> Workers:
     """`auto` takes a TPU or a GPU if the cluster has one (PyTorch: GPUs only). On a cluster that we started, a GPU that
     the installed engine cannot use is left unused, with a warning; other machines are not checked."""
-    there: Resources = ray.cluster_resources()
-    chosen = _found(cluster, engine, there) if cluster.accelerator == "auto" else cluster.accelerator
-    is_mine = chosen == "gpu" and bool(there.get("GPU")) and is_our_own()
+    available: Resources = ray.cluster_resources()
+    chosen = _best_accelerator(cluster, engine, available) if cluster.accelerator == "auto" else cluster.accelerator
+    is_mine = chosen == "gpu" and bool(available.get("GPU")) and is_our_own()
     remedy = for_gpus(engine) if engine and is_mine else None
     if remedy is None:
         return Workers(cluster, chosen)
@@ -127,9 +127,9 @@ def choose_workers(
     return Workers(cluster, "cpu")
 
 
-def _found(cluster: Cluster, engine: str | None, there: Resources) -> Accelerator:
-    is_tpu = engine != "torch" and (cluster.topology or there.get("TPU"))
-    return "tpu" if is_tpu else "gpu" if there.get("GPU") else "cpu"
+def _best_accelerator(cluster: Cluster, engine: str | None, available: Resources) -> Accelerator:
+    is_tpu = engine != "torch" and (cluster.topology or available.get("TPU"))
+    return "tpu" if is_tpu else "gpu" if available.get("GPU") else "cpu"
 
 
 def ensure_room(workers: Workers, say: Callable[[str], None]) -> None:
@@ -141,15 +141,16 @@ def ensure_room(workers: Workers, say: Callable[[str], None]) -> None:
         say(f"waiting for {workers}: the cluster has room for {room}, and its autoscaler is asked for the rest")
         return
     remedy = f"write cluster.workers: {room}, or add nodes" if room else "add nodes, or write cluster.accelerator: cpu"
-    raise RaygptError(f"cluster.workers: {workers} do not fit: the cluster has room for {room} ({_has()}); {remedy}")
+    has = f"the cluster has room for {room} ({_describe_cluster()})"
+    raise RaygptError(f"cluster.workers: {workers} do not fit: {has}; {remedy}")
 
 
 def ensure_spare_cpus(workers: Workers) -> None:
     """Refuse workers that leave no CPU for Ray Data to read datasets: they would wait for batches for ever."""
     if workers.spare_cpus() < 1 and not has_autoscaler():
         raise RaygptError(
-            f"datasets: {workers} leave Ray Data no CPU ({_has()}); write fewer cluster.workers, or let functions make "
-            "the datasets, so that raygpt.run starts a cluster with room for both"
+            f"datasets: {workers} leave Ray Data no CPU ({_describe_cluster()}); write fewer cluster.workers, or let "
+            "functions make the datasets, so that raygpt.run starts a cluster with room for both"
         )
 
 
@@ -184,7 +185,7 @@ def ensure_shared(run_folder: str) -> None:
     try:
         ask = ray.remote(num_cpus=0)(storage.exists)
         answers = {
-            node["NodeManagerHostname"]: ask.options(scheduling_strategy=_at(node)).remote(uri) for node in others
+            node["NodeManagerHostname"]: ask.options(scheduling_strategy=_on_node(node)).remote(uri) for node in others
         }
         for node, found in answers.items():
             if not ray.get(found, timeout=120):
@@ -201,7 +202,7 @@ def not_shared(run_folder: str, node: str) -> str:
     )
 
 
-def _at(node: dict[str, Any]) -> Any:
+def _on_node(node: dict[str, Any]) -> Any:
     return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
 
 
@@ -215,7 +216,7 @@ def _nodes() -> list[Resources]:
     return [node["Resources"] for node in _alive()]
 
 
-def _has() -> str:
+def _describe_cluster() -> str:
     """What the cluster has: 2 nodes, 8 CPU, 2 GPU."""
     nodes = _nodes()
     totals = {name: sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU", "TPU")}

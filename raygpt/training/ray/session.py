@@ -16,7 +16,7 @@ from raygpt.training.events import Event, Metrics, Restarted, Warned
 from raygpt.training.session import Listener, Orders, steps_until_next_poll
 from raygpt.training.watchdog import Watchdog
 
-REPORTED_S = 5.0  # the shortest time between two reports of a checkpoint to Ray: all workers wait for each
+REPORT_INTERVAL_S = 5.0  # the shortest time between two reports of a checkpoint to Ray: all workers wait for each
 
 
 class RaySession:
@@ -83,7 +83,7 @@ class RaySession:
         """Rank 0: requests of the driver and the controller, the checkpoint to report to Ray, and when the next poll is
         due."""
         requests = ray.get(self._mailbox.take_requests.remote())
-        is_time = time.monotonic() - self._reported > REPORTED_S
+        is_time = time.monotonic() - self._reported > REPORT_INTERVAL_S
         report, self._unreported = (self._unreported, None) if is_time else (None, self._unreported)
         return "stop" in requests, "save" in requests, report, steps_until_next_poll(steps_per_s)
 
@@ -132,4 +132,4 @@ class RaySession:
         """An error ends this worker: write and send the metrics logged so far."""
         self.flush()
         if self._listener:
-            self._listener.close(is_well=False)
+            self._listener.close(succeeded=False)

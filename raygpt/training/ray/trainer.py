@@ -34,9 +34,10 @@ from raygpt.training.ray.shards import Rows, RowsByRank
 
 POLL_S = 0.2  # between two polls for events
 HEALTH_CHECK_S = 0.5  # between two checks of the workers; Ray's 2 s are noticeable at a run's start and end
-ENDED_S = 10.0  # how long workers may take to end cleanly
-RAYS_OWN = "checkpoint_manager_snapshot.json"  # Ray does not start if a checkpoint named there was pruned since
-ON_OTHERS_CLUSTERS = (PlacementGroupCleanerCallback, PreemptionCallback)  # these outlive a run, and may lose nodes
+SHUTDOWN_S = 10.0  # how long workers may take to end cleanly
+RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray does not start if a checkpoint named there was pruned since
+# Of use only on a cluster that outlives the run, or may lose nodes.
+SHARED_CLUSTER_CALLBACKS = (PlacementGroupCleanerCallback, PreemptionCallback)
 
 
 class Trainer(DataParallelTrainer):
@@ -93,7 +94,7 @@ class Trainer(DataParallelTrainer):
         options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": this_node_strategy()}
         if environment := get_env_vars_to_propagate():  # if none, Ray can use a prestarted process
             options["runtime_env"] = {"env_vars": environment}
-        unused = (*(() if self.datasets else (DatasetsCallback,)), *(ON_OTHERS_CLUSTERS if is_ours else ()))
+        unused = (*(() if self.datasets else (DatasetsCallback,)), *(SHARED_CLUSTER_CALLBACKS if is_ours else ()))
         self._controller = ray.remote(**options)(Controller).remote(unused, **parts)
         ray.get(self._controller.run.remote())
         return ray.get(self._controller.get_result.remote())
@@ -102,7 +103,7 @@ class Trainer(DataParallelTrainer):
         """End the workers now, and the controller that would restart them."""
         if self._controller:
             with contextlib.suppress(ray.exceptions.RayError):  # it ends itself, or is busy or gone
-                ray.get(self._controller.abort.remote(), timeout=ENDED_S)
+                ray.get(self._controller.abort.remote(), timeout=SHUTDOWN_S)
             ray.kill(self._controller)  # its workers go with it
 
 
@@ -127,7 +128,7 @@ def fit(
     if trainer.workers.is_elastic:  # Ray's default is a minute
         os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
     ensure_room(trainer.workers, lambda text: watch(Waiting(text)))
-    storage.delete(storage.join(trainer.run_folder, RAYS_OWN))
+    storage.delete(storage.join(trainer.run_folder, RAY_SNAPSHOT))
     reasons: list[str] = []  # why the run was given up
 
     def pass_on() -> None:
