@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raygpt.cluster import connected
-from raygpt.corpus.documents import Reader
+from raygpt.corpus.documents import DocumentReader
 from raygpt.corpus.feed import Feed
 from raygpt.corpus.prepare import prepare
 from raygpt.corpus.sources import resolve
@@ -74,7 +74,7 @@ def tokenising(source: str, folder: Path) -> dict[str, Any]:
 
     threads = os.cpu_count() or 1
     resolved = resolve(source)
-    texts = [piece.text for piece in Reader(resolved, resolved.files).pieces()]
+    texts = [piece.text for piece in DocumentReader(resolved, resolved.files).pieces()]
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     encoding = tiktoken.Encoding(**_tiktoken_parts())
     rounds = []

@@ -22,7 +22,8 @@ from rich.table import Table
 
 from raygpt.config import Model
 from raygpt.engines import engine_of, make_reader
-from raygpt.engines.base import Reader, bucket
+from raygpt.engines.base import Reader
+from raygpt.engines.padding import bucket
 from raygpt.inference.sampling import stream
 from raygpt.recipes import load_recipe
 

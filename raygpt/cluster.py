@@ -67,6 +67,8 @@ def _our_code() -> dict[str, Any]:
 
 def _quieten() -> None:
     """Send Ray's messages to its log files, so that the console shows only raygpt's."""
+    import ray.data  # noqa: F401  # installs its log handlers, which are silenced below
+
     from raygpt.ray_private import worker
 
     warnings.filterwarnings("ignore", module=r"ray\.")
