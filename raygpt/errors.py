@@ -8,14 +8,14 @@ class RaygptError(Exception):
     """
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of another library's error, shortened to fit into ours; its class name if it has no text."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 class DamagedError(RaygptError):
     """A file is corrupt: reading it again does not help."""
 
 
 class StorageError(RaygptError):
     """The storage cannot be reached or written at the moment: a retry may help."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of another library's error, shortened to fit into ours; its class name if it has no text."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -233,7 +233,7 @@ def download(uri: str, path: Path) -> None:
     from pyarrow import fs
 
     if not exists(uri):
-        raise RaygptError(f"{uri} is not there any more; copy it there again, or prepare the source again")
+        raise RaygptError(f"{uri} no longer exists; copy it there again, or prepare the source again")
     system, source = filesystem(uri)
     with atomic_write(str(path)) as aside, _reached(uri):
         fs.copy_files(source, str(aside), source_filesystem=system, destination_filesystem=fs.LocalFileSystem())

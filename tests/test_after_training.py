@@ -184,7 +184,7 @@ def test_a_stop_string_ends_a_text_and_is_no_part_of_it(raygpt, run):
 def test_past_the_context_the_text_goes_on_and_that_is_said_once(raygpt, run):
     status, _, err = raygpt("generate", run, "--prompt", "the", "--tokens", 90, "--seed", 0)
     assert status == 0
-    assert err.count("the model sees 32 tokens at once; whenever they are full, its last 16 are read in again") == 1
+    assert err.count("the context is 32 tokens; whenever it is full, the last 16 are read again") == 1
 
 
 def test_prompts_can_be_asked_for_one_after_another(raygpt, run, monkeypatch):

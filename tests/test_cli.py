@@ -203,7 +203,7 @@ def test_an_unknown_recipe_is_answered_with_the_nearest_right_one(raygpt):
     ("content", "name", "complaint"),
     [
         (b"fine\n\xff\xfe broken", "bad.txt", "invalid UTF-8 at byte 5"),
-        (gzip.compress(b"text " * 1000)[:-20], "cut.txt.gz", "is not a whole .gz file"),
+        (gzip.compress(b"text " * 1000)[:-20], "cut.txt.gz", "is not a complete .gz file"),
         (b"", "empty.txt", "is empty"),
         (b" \n\n", "blank.txt", "has no text in it"),
         (b"{not json}\n", "bad.jsonl", "line 1: not JSON"),

@@ -46,7 +46,7 @@ def test_one_in_a_save_strikes_in_the_first_at_or_after_its_step(tmp_path):
     asked = Faults((Fault("raise", 10, rank=1, when="save"),), str(tmp_path))
     for step, rank, when in ((10, 1, "step"), (5, 1, "save"), (10, 0, "save"), (15, 0, "save"), (15, 1, "step")):
         asked.strike(step, rank, when)
-    with pytest.raises(RuntimeError, match="a fault was asked for"):
+    with pytest.raises(RuntimeError, match="an injected fault"):
         asked.strike(15, 1, "save")  # that of step 10 was left out
     asked.strike(20, 1, "save")
 
@@ -54,7 +54,7 @@ def test_one_in_a_save_strikes_in_the_first_at_or_after_its_step(tmp_path):
 def test_several_that_wait_for_a_save_strike_one_save_each(tmp_path):
     asked = Faults((Fault("raise", 5, when="save"), Fault("raise", 10, when="save")), str(tmp_path))
     for step in (10, 15):
-        with pytest.raises(RuntimeError, match="a fault was asked for"):
+        with pytest.raises(RuntimeError, match="an injected fault"):
             asked.strike(step, 0, "save")
     asked.strike(20, 0, "save")
     assert [(strike.number, strike.step) for strike in asked.struck()] == [(0, 10), (1, 15)]

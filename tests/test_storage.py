@@ -296,7 +296,7 @@ def test_workers_of_a_node_that_want_the_same_file_fetch_it_once(
 
 
 def test_a_remote_file_that_has_gone_is_refused_and_nothing_is_kept(s3: str, cache: Path) -> None:
-    expected = f"{s3}/gone is not there any more; copy it there again, or prepare the source again"
+    expected = f"{s3}/gone no longer exists; copy it there again, or prepare the source again"
     assert refusal(storage.fetch_to_node, f"{s3}/gone", "group") == expected
     assert [file.name for file in (cache / "group").iterdir()] == ["gone.lock"]
 

@@ -247,7 +247,7 @@ def _reading(file: File) -> Iterator[None]:
         raise
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise RaygptError(
-            f"{file.uri} is not a whole {file.compression} file ({error}); download or write it again"
+            f"{file.uri} is not a complete {file.compression} file ({error}); download or write it again"
         ) from error
     except Exception as error:  # those of disks, Arrow and the Hub have no class in common
         reason = first_line(error)

@@ -89,17 +89,17 @@ def run(
     context = ray.data.DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.target_max_block_size = SMALLEST_PART  # so that each part is a block, and tokenised by its own task
-    there, where = _place(ray.nodes())  # type: ignore[no-untyped-call]
-    taken = min(there, cpus or there)
-    if where or cpus:  # at least one tokeniser and a reader
-        context.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(cpu=max(taken, 1.5))
-    readers = max(1, int(taken) // 2)  # one keeps three tokenisers busy
+    available, scheduling = _choose_nodes(ray.nodes())  # type: ignore[no-untyped-call]
+    used = min(available, cpus or available)
+    if scheduling or cpus:  # at least one tokeniser and a reader
+        context.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(cpu=max(used, 1.5))
+    readers = max(1, int(used) // 2)  # one keeps three tokenisers busy
     with ray.data.DataContext.current(context):
         rows = ray.data.from_items([{"unit": n} for n in range(len(units))], override_num_blocks=len(units))
         # different resources keep Ray from fusing the two steps, which would tokenise a file on one core
         read = functools.partial(_read, units=tuple(units), holdout=holdout, folder=folder)
-        texts = rows.flat_map(read, num_cpus=0.01, compute=ray.data.TaskPoolStrategy(size=readers), **where)
-        counts = texts.map(functools.partial(_tokenise, folder=folder, tokenizer=tokenizer), num_cpus=1, **where)
+        texts = rows.flat_map(read, num_cpus=0.01, compute=ray.data.TaskPoolStrategy(size=readers), **scheduling)
+        counts = texts.map(functools.partial(_tokenise, folder=folder, tokenizer=tokenizer), num_cpus=1, **scheduling)
         try:
             for row in counts.iter_rows():
                 yield Part(**row)
@@ -107,7 +107,7 @@ def run(
             raise _readable(error) from None
 
 
-def _place(nodes: Sequence[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
+def _choose_nodes(nodes: Sequence[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
     """The number of CPUs for the tasks, and Ray's scheduling arguments.
 
     If only some nodes have accelerators, the tasks run on those without: the CPUs of the others are for training.

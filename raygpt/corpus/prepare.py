@@ -158,7 +158,7 @@ class Background:
 
     def _report(self, progress: Progress) -> None:
         if self._stopped.is_set():
-            raise RaygptError(f"{self._folder} is not whole: what it was prepared for has ended; run the same again")
+            raise RaygptError(f"{self._folder} is not complete: training ended first; run the same command again")
         self._watch(progress)
 
 

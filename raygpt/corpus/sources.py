@@ -216,7 +216,9 @@ def _digest(found: Found) -> str:
                     stream.seek(block * (found.size - 2**20) // 15)
                     digest.update(stream.read(2**20))
     except OSError as error:
-        raise RaygptError(f"{found.uri} cannot be read ({error.strerror or error}); check it and its rights") from error
+        raise RaygptError(
+            f"{found.uri} cannot be read ({error.strerror or error}); check the file and its permissions"
+        ) from error
     return digest.hexdigest()
 
 

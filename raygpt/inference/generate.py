@@ -106,7 +106,7 @@ def _noted_once(note: Callable[[str], None], context: int) -> Callable[[int], No
 
     def on_context_full(kept: int) -> None:
         if not said:
-            note(f"the model sees {context} tokens at once; whenever they are full, its last {kept} are read in again")
+            note(f"the context is {context} tokens; whenever it is full, the last {kept} are read again")
         said.append(kept)
 
     return on_context_full

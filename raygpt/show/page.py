@@ -206,7 +206,7 @@ def _differences(runs: Sequence[OpenRun]) -> Iterator[str]:
 def _samples(runs: Sequence[OpenRun]) -> Iterator[str]:
     if not any(run.samples for run in runs):
         return
-    yield "<h2>What it wrote, as it learned</h2>"
+    yield "<h2>Samples during training</h2>"
     for prompt in dict.fromkeys(sample.get("prompt") for run in runs for sample in run.samples):
         if prompt is not None:
             yield f'<h3>From <q class="prompt">{escape(prompt)}</q></h3>'

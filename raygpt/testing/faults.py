@@ -44,7 +44,7 @@ class Fault:
         if self.kind == "segfault":
             os.kill(os.getpid(), signal.SIGSEGV)
         if self.kind == "raise":
-            raise RuntimeError(f"a fault was asked for at step {self.step}")
+            raise RuntimeError(f"an injected fault at step {self.step}")
         while True:
             time.sleep(60)
 

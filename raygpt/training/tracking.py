@@ -63,10 +63,12 @@ def require(track: Track, run_folder: str) -> None:
             raise RaygptError(f"track.{name} needs the extra {name}: pip install 'raygpt[{name}]'")
     if track.tensorboard and storage.is_remote(run_folder):
         raise RaygptError(
-            "track.tensorboard: its files only grow on a disk; use a folder for run.storage, or track.mlflow"
+            "track.tensorboard: its files cannot be appended to on s3; use a folder for run.storage, or track.mlflow"
         )
     if track.mlflow is True and storage.is_remote(run_folder):
-        raise RaygptError("track.mlflow: true is a file beside the runs, which s3 has not; write a server's address")
+        raise RaygptError(
+            "track.mlflow: true writes a file beside the runs, which s3 cannot hold; write a server's address"
+        )
 
 
 def start_tracking(

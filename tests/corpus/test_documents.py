@@ -308,7 +308,7 @@ def test_the_byte_is_right_in_later_pieces_too(tmp_path: Path) -> None:
 
 
 # Arrow, which reads zstd, has one kind of error for all that may be wrong
-BROKEN = {".gz": "is not a whole .gz file", ".xz": "is not a whole .xz file", ".zst": "cannot be read"}
+BROKEN = {".gz": "is not a complete .gz file", ".xz": "is not a complete .xz file", ".zst": "cannot be read"}
 
 
 @pytest.mark.parametrize("packed", [".gz", ".xz", ".zst"])
@@ -338,7 +338,7 @@ def test_a_flipped_bit_in_gzip_is_refused(tmp_path: Path) -> None:
     content[-6] ^= 1  # of the checksum
     path = tmp_path / "x.txt.gz"
     path.write_bytes(content)
-    assert refusal(path).startswith(f"{path} is not a whole .gz file (CRC check failed")
+    assert refusal(path).startswith(f"{path} is not a complete .gz file (CRC check failed")
 
 
 def test_a_truncated_parquet_file_is_refused(tmp_path: Path) -> None:

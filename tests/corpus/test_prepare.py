@@ -428,7 +428,7 @@ def test_a_broken_archive_is_said_in_one_line_and_mended(tmp_path: Path) -> None
     (source / "1.txt").unlink()
     (source / "1.txt.gz").write_bytes(gzip.compress(plain)[:-20])
     message = refusal(str(source), str(folder), "bytes", val=0.2)
-    assert message.startswith(f"{source}/1.txt.gz is not a whole .gz file (")
+    assert message.startswith(f"{source}/1.txt.gz is not a complete .gz file (")
     assert message.endswith("; download or write it again")
     assert not (folder / "index.json").exists()
     (source / "1.txt.gz").write_bytes(gzip.compress(plain))

@@ -23,6 +23,7 @@ from raygpt.errors import RaygptError, StorageError
 from raygpt.models import describe
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
+from raygpt.testing.session import LocalSession
 from raygpt.training.events import (
     CheckpointSaved,
     Finished,
@@ -36,7 +37,7 @@ from raygpt.training.events import (
 )
 from raygpt.training.loop import Loop
 from raygpt.training.saving import Saving
-from raygpt.training.session import LocalSession, Orders
+from raygpt.training.session import Orders
 from raygpt.training.task import Task
 
 CONTEXT, ROWS, VOCAB = 16, 4, 257

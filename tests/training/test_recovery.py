@@ -107,14 +107,14 @@ def test_a_fault_that_comes_back_at_its_step_ends_the_run_with_that_diagnosis(ra
     result = raygpt.train("tiny", **recipe, **{"run.name": "thrice"})
     assert isinstance(result.error, RaygptError)
     assert "the same fault came 3 times after step 7" in str(result.error)
-    assert "RuntimeError: a fault was asked for at step 8" in str(result.error)
+    assert "RuntimeError: an injected fault at step 8" in str(result.error)
     assert [step for step, _ in losses(result.path)][:6] == list(range(1, 7))  # the last may be missing
 
 
 def test_no_restarts_are_made_where_none_are_allowed(ray_cluster, recipe, monkeypatch):
     monkeypatch.setenv(VARIABLE, "raise@3")
     result = raygpt.train("tiny", **recipe, **{"run.name": "once", "cluster.max_faults": 0})
-    assert "a fault was asked for at step 3" in str(result.error)
+    assert "an injected fault at step 3" in str(result.error)
 
 
 # The driver

@@ -79,8 +79,8 @@ def test_a_gpu_that_the_engine_cannot_use_is_left_alone_or_refused(scenario):
     ]
     assert (result["device"], result["finished"]) == ("cpu", [2])
     assert result["refusals"] == [
-        "cluster.accelerator: gpu is nothing that the jax installed here can use; pip install 'raygpt[cuda]'",
-        "cluster.accelerator: gpu is nothing that the torch installed here can use; install PyTorch's CUDA build",
+        "cluster.accelerator: gpu cannot be used by the jax installed here; pip install 'raygpt[cuda]'",
+        "cluster.accelerator: gpu cannot be used by the torch installed here; install PyTorch's CUDA build",
     ]
 
 

@@ -286,9 +286,9 @@ def test_a_missing_extra_is_named_in_one_line(name, value, monkeypatch):
 
 def test_what_cannot_be_on_s3_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda module: sys)
-    with pytest.raises(RaygptError, match=r"track\.tensorboard: its files only grow on a disk"):
+    with pytest.raises(RaygptError, match=r"track\.tensorboard: its files cannot be appended to on s3"):
         require(load_recipe("tiny", ["track.tensorboard=true"]).track, "s3://bucket/runs/tiny")
-    with pytest.raises(RaygptError, match=r"track\.mlflow: true is a file beside the runs"):
+    with pytest.raises(RaygptError, match=r"track\.mlflow: true writes a file beside the runs"):
         require(load_recipe("tiny", ["track.mlflow=true"]).track, "s3://bucket/runs/tiny")
     require(load_recipe("tiny", ["track.mlflow=http://h:5000", "track.wandb=p"]).track, "s3://bucket/runs/tiny")
 

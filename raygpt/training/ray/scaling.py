@@ -122,7 +122,7 @@ def choose_workers(
     if remedy is None:
         return Workers(cluster, chosen)
     if cluster.accelerator == "gpu":
-        raise RaygptError(f"cluster.accelerator: gpu is nothing that the {engine} installed here can use; {remedy}")
+        raise RaygptError(f"cluster.accelerator: gpu cannot be used by the {engine} installed here; {remedy}")
     warn(f"the GPU of this machine is not used: the {engine} installed here cannot use it; {remedy}")
     return Workers(cluster, "cpu")
 
