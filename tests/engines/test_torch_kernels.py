@@ -21,7 +21,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize(
     ("dtype", "losses_near", "gradient_near"), [(torch.float32, 2e-6, 2e-6), (torch.bfloat16, 2e-5, 1e-2)]
 )
-def test_loss_and_gradient_are_the_plain_ones(vocab, padded, dtype, losses_near, gradient_near, monkeypatch):
+@pytest.mark.parametrize("cap", [None, 15.0, 2.0])
+def test_loss_and_gradient_are_the_plain_ones(vocab, padded, dtype, losses_near, gradient_near, cap, monkeypatch):
     monkeypatch.setattr(kernels, "can_run", lambda logits: True)
     monkeypatch.setattr(kernels, "TILE", 256)
     monkeypatch.setattr(kernels, "WARPS", 1)
@@ -31,8 +32,9 @@ def test_loss_and_gradient_are_the_plain_ones(vocab, padded, dtype, losses_near,
     targets = torch.tensor([0, vocab - 1, vocab // 2, 7, 8], dtype=torch.int32)
     scales = torch.tensor([1.0, 0.5, 2.0, 0.0, 1.0])
     inputs = [x.to(DEVICE) for x in (logits, targets, scales)]
-    want_losses, want = kernels.loss_and_gradient_plain(*inputs, vocab)
-    losses, gradient = kernels.loss_and_gradient(*inputs, vocab)
+    plain = [x.clone() for x in inputs]
+    want_losses, want = kernels.loss_and_gradient_plain(*plain, vocab, cap)
+    losses, gradient = kernels.loss_and_gradient(*inputs, vocab, cap)
     assert gradient is inputs[0]  # in the logits' own memory
     torch.testing.assert_close(losses, want_losses, rtol=losses_near, atol=1e-6)
     distance = (gradient - want).float().norm() / want.float().norm()

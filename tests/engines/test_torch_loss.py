@@ -23,9 +23,10 @@ def inputs(dtype=torch.float32):
     return hidden, table, targets, weights
 
 
-def reference(hidden, table, targets, weights):
-    """The same on full logits of the real vocabulary alone, in fp32."""
-    logits = hidden.float() @ table[:VOCAB].T
+def reference(hidden, table, targets, weights, cap=None):
+    """The same on full logits of the real vocabulary alone, in fp32 at least."""
+    logits = hidden.to(torch.promote_types(hidden.dtype, torch.float32)) @ table[:VOCAB].T
+    logits = cap * torch.tanh(logits / cap) if cap else logits
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets.long(), reduction="none")
     return (losses * weights).sum(), losses.sum(1)
 
@@ -52,10 +53,27 @@ def test_values_and_gradients_are_pytorchs_in_chunks_of_any_size(tokens, monkeyp
         torch.testing.assert_close(cross_entropy(*ours, VOCAB), (expected, expected_losses))
 
 
-def test_bf16_logits_make_fp32_losses():
+@pytest.mark.parametrize("cap", [0.5, 3.0, 15.0])
+def test_capped_values_and_gradients_are_pytorchs(cap, monkeypatch):
+    in_chunks_of(12, monkeypatch)
+    ours, theirs = ([x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
+                     for x in inputs()] for _ in range(2))  # fmt: skip
+    total, losses = cross_entropy(*ours, VOCAB, cap)
+    expected, expected_losses = reference(*theirs, cap)
+    torch.testing.assert_close((total, losses), (expected, expected_losses), rtol=1e-12, atol=0)
+    total.backward()
+    expected.backward()
+    for mine, right in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(mine.grad, right.grad, rtol=1e-9, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(cross_entropy(*ours, VOCAB, cap), (expected, expected_losses))
+
+
+@pytest.mark.parametrize("cap", [None, 15.0])
+def test_bf16_logits_make_fp32_losses(cap):
     ours, theirs = inputs(torch.bfloat16), inputs(torch.bfloat16)
-    total, losses = cross_entropy(*ours, VOCAB)
-    expected, expected_losses = reference(*theirs)
+    total, losses = cross_entropy(*ours, VOCAB, cap)
+    expected, expected_losses = reference(*theirs, cap)
     assert (total.dtype, losses.dtype) == (torch.float32, torch.float32)
     torch.testing.assert_close(losses, expected_losses, rtol=1e-2, atol=0)
     total.backward()

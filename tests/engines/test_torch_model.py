@@ -1,4 +1,4 @@
-"""The PyTorch model against Hugging Face's GPT-2: same weights, same logits, same gradients; and how it begins."""
+"""The PyTorch model against Hugging Face's GPT-2 and a plain NumPy one: same weights, logits, gradients; its start."""
 
 import functools
 
@@ -9,24 +9,26 @@ torch = pytest.importorskip("torch", reason="needs the extra torch")
 transformers = pytest.importorskip("transformers")
 
 from reference import hugging_face  # noqa: E402
+from reference import logits as plain_logits  # noqa: E402
 
 from raygpt.config import Model, Recipe  # noqa: E402
 from raygpt.engines.base import Weights  # noqa: E402
 from raygpt.engines.padding import padded_vocab  # noqa: E402
-from raygpt.engines.torch.attention import Cache, Span  # noqa: E402
 from raygpt.engines.torch.engine import TorchEngine  # noqa: E402
 from raygpt.engines.torch.huggingface import HuggingFaceGPT  # noqa: E402
 from raygpt.engines.torch.huggingface_parameters import HuggingFaceLayout  # noqa: E402
 from raygpt.engines.torch.loss import Objective  # noqa: E402
-from raygpt.engines.torch.model import GPT, Block  # noqa: E402
+from raygpt.engines.torch.model import GPT  # noqa: E402
 from raygpt.engines.torch.parameters import OwnLayout  # noqa: E402
+from raygpt.engines.torch.reader import TorchReader  # noqa: E402
 from raygpt.interop.gpt2 import from_hugging_face, to_hugging_face  # noqa: E402
-from raygpt.models import Description, describe, draws  # noqa: E402
+from raygpt.models import describe, draws  # noqa: E402
 
 SHAPES = [  # layers, heads, width, context, vocab
     (1, 1, 16, 8, 128),  # a vocabulary that needs no padding
     (3, 2, 48, 17, 257),
 ]
+VOCAB = 500
 IMPLEMENTATIONS = {GPT: OwnLayout, HuggingFaceGPT: HuggingFaceLayout}
 
 
@@ -110,35 +112,103 @@ def test_without_biases_there_are_none_and_the_parameters_are_as_many_as_the_rec
         assert any("bias" in name for name, _ in gpt.named_parameters()) == bias
 
 
-def test_heads_that_share_keys_and_values_attend_as_if_each_had_its_own():
-    """2 keys for 4 heads, against 4 of which two and two are alike; forward, backward and with a cache."""
-    model = Model(layers=1, heads=4, width=16, context=8)
-    sizes = describe(model, 128).sizes
-    grouped, full = (Block(model, Description({**sizes, "kv_heads": count}, ())) for count in (2, 4))
-    torch.manual_seed(0)
-    for parameter in grouped.parameters():
-        torch.nn.init.normal_(parameter, 0, 0.5)
-    state = grouped.state_dict()
-    for name in ("key.weight", "key.bias", "value.weight", "value.bias"):
-        assert len(state[name]) == 2 * 4
-        state[name] = state[name].unflatten(0, (2, 4)).repeat_interleave(2, 0).flatten(0, 1)
-    full.load_state_dict(state)
-    x = torch.randn(3, 5, 16, requires_grad=True)
-    gradients = [torch.autograd.grad(block(x).square().sum(), x)[0] for block in (grouped, full)]
-    torch.testing.assert_close(*gradients)
-    caches = [Cache(*torch.zeros(2, 1, 3, count, 8, 4)) for count in (2, 4)]
+# Modern models
+
+SMALL = {"layers": 4, "heads": 4, "width": 48, "context": 12, "precision": "fp64"}
+MODERN = {
+    "llama": {"preset": "llama", "kv_heads": 2, "hidden": 80},
+    "qwen3": {"preset": "qwen3", "kv_heads": 1, "head_size": 20, "rope_share": 0.5, "rope_base": 50.0},
+    "nanochat": {"preset": "nanochat", "softcap": 2.0},
+    "everything": {
+        "preset": "qwen3",
+        "softcap": 3.0,
+        "embedding_norm": True,
+        "value_embeddings": 1,
+        "x0_mixing": True,
+        "mlp": "relu2",
+    },
+    "GPT-2 with modern parts": {
+        "qk_norm": True,
+        "embedding_norm": True,
+        "kv_heads": 2,
+        "mlp": "swiglu",
+        "value_embeddings": 0,
+        "x0_mixing": True,
+        "softcap": 2.0,
+    },
+    "LayerNorm without gain": {"norm_gain": False, "bias": False, "qk_norm": True, "position": "rope"},
+}
+
+
+@functools.cache
+def modern(name):
+    """A model and arrays of large random numbers for it, gains too: a wrong place shows."""
+    model, random = Model.model_validate({**SMALL, **MODERN[name]}), np.random.default_rng(3)
+    return model, {name: random.normal(0, 0.4, shape) for name, shape in describe(model, VOCAB).shapes.items()}
+
+
+IDS = np.random.default_rng(1).integers(0, 500, (3, 12)).astype(np.int32)
+
+
+@pytest.mark.parametrize("name", MODERN)
+def test_a_modern_models_logits_are_the_plain_references_with_a_cache_and_without(name):
+    model, arrays = modern(name)
+    expected = plain_logits(arrays, model, IDS)
+    reader = TorchReader(model, VOCAB, device="cpu")
+    state = reader.load(arrays)
+    found, cache = reader.prefill(state, IDS[:, :5])
+    np.testing.assert_allclose(found, expected[:, 4], atol=1e-9)
+    for place, end in [(5, 6), (6, 9), (9, 12)]:
+        found, cache = reader.decode(state, IDS[:, place:end], place, cache)
+        np.testing.assert_allclose(found, expected[:, end - 1], atol=1e-9)
+    starts = np.array([7, 2, 10], dtype=np.int32)  # each row at a position of its own
+    found, _ = reader.decode(state, IDS[np.arange(3), starts][:, None], starts, cache)
+    np.testing.assert_allclose(found, expected[np.arange(3), starts], atol=1e-9)
+    logs, hits = reader.token_logprobs(state, IDS)
+    normal = expected - np.log(np.exp(expected).sum(-1, keepdims=True))
+    np.testing.assert_allclose(logs, np.take_along_axis(normal[:, :-1], IDS[:, 1:, None], 2)[..., 0], atol=1e-9)
+    np.testing.assert_array_equal(hits, expected[:, :-1].argmax(-1) == IDS[:, 1:])
+
+
+@pytest.mark.parametrize("name", MODERN)
+def test_a_modern_models_loss_has_gradients_for_every_parameter(name):
+    """Each as steep in its own direction as the plain reference's loss."""
+    model, arrays = modern(name)
+    gpt, layout = GPT(model, VOCAB, torch.float64).double(), OwnLayout(describe(model, VOCAB))
+    values = layout.values(arrays)
     with torch.no_grad():
-        for start, end in [(0, 3), (3, 5)]:
-            span = Span(start, end - start, x.device)
-            out = [block(x[:, start:end], attention=cache.attention(0, span, span.visible))
-                   for block, cache in zip((grouped, full), caches, strict=True)]  # fmt: skip
-            torch.testing.assert_close(*out)
-            torch.testing.assert_close(out[0], grouped(x)[:, start:end])
+        for key, parameter in gpt.named_parameters():
+            parameter.copy_(values(key, tuple(slice(size) for size in parameter.shape)))
+    ids = torch.from_numpy(IDS)
+    weights = torch.full((3, 11), 1 / 33, dtype=torch.float64)
+    loss, _ = Objective(gpt, VOCAB)(ids[:, :-1], ids[:, 1:], weights, None)
+    loss.backward()
+    gradients = layout.arrays({key: parameter.grad for key, parameter in gpt.named_parameters()})
+    assert gradients.keys() == arrays.keys()
+
+    def plain_loss(arrays):
+        logits = plain_logits(arrays, model, IDS[:, :-1])
+        picked = np.take_along_axis(logits, IDS[:, 1:, None], 2)[..., 0]
+        return (np.log(np.exp(logits).sum(-1)) - picked).mean()
+
+    assert plain_loss(arrays) == pytest.approx(loss.item(), rel=1e-12)
+    for key, gradient in gradients.items():
+        direction = gradient / np.linalg.norm(gradient)
+        ahead, behind = (plain_loss({**arrays, key: arrays[key] + step * direction}) for step in (1e-5, -1e-5))
+        assert (ahead - behind) / 2e-5 == pytest.approx(np.linalg.norm(gradient), rel=1e-5), key
+
+
+@pytest.mark.parametrize("name", MODERN)
+def test_a_modern_models_tensors_lead_to_the_descriptions_arrays_and_back(name):
+    model, arrays = modern(name)
+    engine = TorchEngine(Recipe(engine="torch", model=model, training={"batch_tokens": 12}), VOCAB, device="cpu")
+    found = engine.gather(engine.load(Weights(arrays))).parameters
+    assert found.keys() == arrays.keys()
+    for key, array in arrays.items():
+        np.testing.assert_array_equal(found[key], array, err_msg=key)
 
 
 # How it begins
-
-VOCAB = 500
 
 
 def recipe(init="gpt2", seed=1337, **model):

@@ -31,7 +31,7 @@ class HuggingFaceGPT(nn.Module):
     def __init__(self, model: Model, vocab: int, dtype: torch.dtype):
         super().__init__()
         whole: Any = GPT2LMHeadModel(_config(model, vocab))
-        self.dtype = dtype
+        self.dtype, self.softcap = dtype, None
         self.transformer = whole.transformer
         self.lm_head = None if model.tied_head else whole.lm_head  # tied, it is the token table under a second name
         self._dropouts: list[KeyedDropout] = []

@@ -20,9 +20,14 @@ UNROLL = 4  # tiles that share one rescaling of the sum
 LOWEST = -1e30  # stands for a logit that is not there; unlike -inf, its differences are numbers
 
 
-def loss_and_gradient_plain(logits: Tensor, targets: Tensor, scales: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+def loss_and_gradient_plain(
+    logits: Tensor, targets: Tensor, scales: Tensor, vocab: int, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """The kernel's function in plain PyTorch, which also writes over the logits: new memory is dear on a CPU."""
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if cap is not None:
+        tanh = exact.div_(cap).tanh_()
+        exact = tanh * cap
     exact[:, vocab:] = -torch.inf
     target, scale = targets[:, None].long(), scales[:, None].to(exact.dtype)
     shifted = exact.sub_(exact.amax(1, keepdim=True))
@@ -31,16 +36,21 @@ def loss_and_gradient_plain(logits: Tensor, targets: Tensor, scales: Tensor, voc
     total = exponentials.sum(1, keepdim=True)
     gradient = exponentials.mul_(scale / total)
     gradient.scatter_(1, target, gradient.gather(1, target) - scale)
+    if cap is not None:
+        gradient.addcmul_(gradient, tanh.square_(), value=-1)  # the slope of cap · tanh(x / cap) is 1 - tanh²
     return (total.log() - picked)[:, 0], gradient.to(logits.dtype)
 
 
-def loss_and_gradient(logits: Tensor, targets: Tensor, scales: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(
+    logits: Tensor, targets: Tensor, scales: Tensor, vocab: int, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """(each token's loss, `scale · (softmax - onehot)`), the second in the memory of the logits [tokens, padded].
 
-    Columns from `vocab` on only pad: their probability and their gradient are zero.
+    Columns from `vocab` on only pad: their probability and their gradient are zero. With a cap the softmax is that of
+    `cap · tanh(logits / cap)`, and the gradient that of the logits before.
     """
     if not can_run(logits):
-        return loss_and_gradient_plain(logits, targets, scales, vocab)
+        return loss_and_gradient_plain(logits, targets, scales, vocab, cap)
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     _kernel[(len(logits),)](
         logits,
@@ -52,6 +62,7 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, scales: Tensor, vocab: in
         tile=TILE,
         unroll=UNROLL,
         lowest=LOWEST,
+        cap=cap or 0.0,
         num_warps=WARPS,
     )
     return losses, logits
@@ -65,6 +76,20 @@ def can_run(logits: Tensor) -> bool:
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
+    def _capped(x, cap: tl.constexpr):  # type: ignore[no-untyped-def]
+        """cap · tanh(x / cap), the tanh by an exponential: of a few instructions."""
+        if cap > 0:
+            x = cap - 2 * cap / (1 + tl.exp2(x * (2 * 1.4426950408889634 / cap)))
+        return x
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _uncapped(gradient, capped, cap: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The gradient of a logit from that of the capped one."""
+        if cap > 0:
+            gradient *= 1 - (capped / cap) * (capped / cap)
+        return gradient
+
+    @triton.jit  # type: ignore[untyped-decorator]
     def _kernel(  # type: ignore[no-untyped-def]  # PyTorch's compiler runs this text where only tl is known: no Any
         logits,
         targets,
@@ -75,6 +100,7 @@ if triton is not None:
         tile: tl.constexpr,
         unroll: tl.constexpr,
         lowest: tl.constexpr,
+        cap: tl.constexpr,  # 0: none
     ):
         log2e: tl.constexpr = 1.4426950408889634
         main: tl.constexpr = vocab // (tile * unroll) * tile * unroll  # from here on with masks
@@ -83,20 +109,21 @@ if triton is not None:
         target = tl.load(targets + token)
         scale = tl.load(scales + token).to(tl.float32)
         lanes = tl.arange(0, tile)
-        picked = tl.load(row + target).to(tl.float32)  # before the barrier of the reductions: then the row changes
+        picked = _capped(tl.load(row + target).to(tl.float32), cap)  # before the reductions' barrier: the row changes
         peak = tl.zeros([tile], tl.float32) + picked
         total = tl.zeros([tile], tl.float32)
         for start in range(0, main, tile * unroll):
             higher = peak
             for j in tl.static_range(unroll):
-                higher = tl.maximum(higher, tl.load(row + start + j * tile + lanes).to(tl.float32))
+                higher = tl.maximum(higher, _capped(tl.load(row + start + j * tile + lanes).to(tl.float32), cap))
             total *= tl.exp2((peak - higher) * log2e)
             for j in tl.static_range(unroll):
-                total += tl.exp2((tl.load(row + start + j * tile + lanes).to(tl.float32) - higher) * log2e)
+                x = _capped(tl.load(row + start + j * tile + lanes).to(tl.float32), cap)
+                total += tl.exp2((x - higher) * log2e)
             peak = higher
         for start in tl.static_range(main, padded, tile):
             columns = start + lanes
-            x = tl.load(row + columns, mask=columns < padded, other=lowest).to(tl.float32)
+            x = _capped(tl.load(row + columns, mask=columns < padded, other=lowest).to(tl.float32), cap)
             x = tl.where(columns < vocab, x, lowest)
             higher = tl.maximum(peak, x)
             total = total * tl.exp2((peak - higher) * log2e) + tl.exp2((x - higher) * log2e)
@@ -106,12 +133,12 @@ if triton is not None:
         tl.store(losses + token, log_total / log2e - picked)
         for start in range(0, main, tile):
             columns = start + lanes
-            x = tl.load(row + columns).to(tl.float32)
+            x = _capped(tl.load(row + columns).to(tl.float32), cap)
             slope = tl.exp2(x * log2e - log_total) * scale - tl.where(columns == target, scale, 0.0)
-            tl.store(row + columns, slope.to(logits.dtype.element_ty))
+            tl.store(row + columns, _uncapped(slope, x, cap).to(logits.dtype.element_ty))
         for start in tl.static_range(main, padded, tile):
             columns = start + lanes
-            x = tl.load(row + columns, mask=columns < padded, other=lowest).to(tl.float32)
-            x = tl.where(columns < vocab, x, lowest)
-            slope = tl.exp2(x * log2e - log_total) * scale - tl.where(columns == target, scale, 0.0)
-            tl.store(row + columns, slope.to(logits.dtype.element_ty), mask=columns < padded)
+            x = _capped(tl.load(row + columns, mask=columns < padded, other=lowest).to(tl.float32), cap)
+            real = tl.where(columns < vocab, x, lowest)
+            slope = tl.exp2(real * log2e - log_total) * scale - tl.where(columns == target, scale, 0.0)
+            tl.store(row + columns, _uncapped(slope, x, cap).to(logits.dtype.element_ty), mask=columns < padded)

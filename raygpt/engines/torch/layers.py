@@ -1,7 +1,7 @@
-"""The layers that a model is made of: norm, attention's projections, MLP, logits.
+"""The layers that a model is made of: norm, attention's projections, RoPE, MLP, logits.
 
-Parameters are fp32; autocast makes the matrix products in the dtype of the arithmetic. Norms are computed in fp32 at
-least.
+Parameters are fp32; autocast makes the matrix products in the dtype of the arithmetic. Norms, rotations and soft-caps
+are computed in fp32 at least.
 """
 
 import math
@@ -10,32 +10,49 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from raygpt.config import Model
 from raygpt.engines.torch.devices import accurate
 
 SLOPE = 2 * (2 / math.pi) ** 0.5  # 2u = x (SLOPE + CURVE x²)
 CURVE = 0.044715 * SLOPE
 
 
-class Norm(nn.Module):
-    """LayerNorm, with a bias or without, computed in fp32 at least."""
+class Gain(nn.Module):
+    """Learned numbers that something is multiplied by."""
 
-    def __init__(self, width: int, epsilon: float, bias: bool):
+    def __init__(self, size: int):
         super().__init__()
-        self.epsilon = epsilon
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width)) if bias else None
+        self.weight = nn.Parameter(torch.empty(size))
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over the last axis, with a gain and a bias as far as the model has them."""
+
+    def __init__(self, size: int, model: Model):
+        super().__init__()
+        self.size, self.kind, self.epsilon = (size,), model.norm, model.norm_epsilon
+        self.weight = nn.Parameter(torch.empty(size)) if model.norm_gain else None
+        self.bias = nn.Parameter(torch.empty(size)) if model.norm == "layer" and model.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.to(accurate(x.dtype)), self.weight.shape, self.weight, self.bias, self.epsilon).to(
-            x.dtype
-        )
+        exact = x.to(accurate(x.dtype))
+        gain, bias = (None if each is None else full(each) for each in (self.weight, self.bias))
+        if self.kind == "rms":
+            return F.rms_norm(exact, self.size, gain, self.epsilon).to(x.dtype)
+        return F.layer_norm(exact, self.size, gain, bias, self.epsilon).to(x.dtype)
+
+
+def full(parameter: Tensor) -> Tensor:
+    """A parameter in full where `tensor` shards or copies it. Gradients are summed: each process's are of its own heads
+    or tokens."""
+    return parameter.full_tensor(grad_placements=[Partial()]) if isinstance(parameter, DTensor) else parameter
 
 
 def project(x: Tensor, layers: Sequence[nn.Linear], head: int) -> list[Tensor]:
-    """Queries, keys and values of x [rows, time, width], each [rows, its heads, time, head]."""
-    return [out.unflatten(-1, (-1, head)).transpose(1, 2) for out in _products(x, layers)]
+    """Queries, keys and values of x [rows, time, width], each [rows, time, its heads, head]."""
+    return [out.unflatten(-1, (-1, head)) for out in _products(x, layers)]
 
 
 def _products(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
@@ -55,9 +72,31 @@ def _products(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
     return out.split([len(kernel) for kernel in kernels], dim=-1)
 
 
-def mlp(x: Tensor, up: nn.Linear, down: nn.Linear) -> Tensor:
+def rotations(positions: Tensor, model: Model, dtype: torch.dtype) -> Tensor:
+    """cos and sin of the angles by which RoPE rotates the pairs of a head at positions [time] or [rows, time]:
+    [2, …, time, 1, head / 2]. Pairs beyond the share that rotates have angle 0."""
+    half = model.size_of_head // 2
+    pair = torch.arange(half, device=positions.device)
+    speeds = 1 / model.rope_base ** (pair.to(accurate(dtype)) / half)
+    speeds = speeds.where(pair < int(model.rope_share * half), 0)
+    angles = positions[..., None, None] * speeds
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """RoPE: x [rows, time, heads, head] with every pair (i, i + head / 2) rotated."""
+    cos, sin = rotation
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+def mlp(x: Tensor, kind: str, up: nn.Linear, down: nn.Linear, gate: nn.Linear | None = None) -> Tensor:
     """x [rows, time, width] by way of a hidden layer [rows, time, hidden]."""
-    out: Tensor = down(gelu(up(x)))
+    if gate is None:
+        out: Tensor = down(ACTIVATIONS[kind](up(x)))
+    else:
+        gated, linear = _products(x, (gate, up))
+        out = down(ACTIVATIONS[kind](gated) * linear)
     return out
 
 
@@ -70,14 +109,32 @@ def gelu(x: Tensor) -> Tensor:
     return (exact * torch.sigmoid(exact * (SLOPE + CURVE * exact * exact))).to(x.dtype)
 
 
+def relu2(x: Tensor) -> Tensor:
+    """The square of what is positive."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by `model.mlp`
+    "gelu": gelu,
+    "relu2": relu2,
+    "swiglu": F.silu,  # of the gate
+}
+
+
 def product(x: Tensor, kernel: Tensor) -> Tensor:
     """x [tokens, in] by a kernel [out, in]."""
     return x @ kernel.T
 
 
-def logits(hidden: Tensor, table: Tensor, product: Callable[[Tensor, Tensor], Tensor] = product) -> Tensor:
+def logits(
+    hidden: Tensor,
+    table: Tensor,
+    cap: float | None = None,
+    product: Callable[[Tensor, Tensor], Tensor] = product,
+) -> Tensor:
     """Hidden states [tokens, width] by the output table [vocabulary, width]: [tokens, vocabulary], padding included.
 
-    In the dtype of the hidden states; whoever sums or compares them does so in fp32 at least.
+    In the dtype of the hidden states, capped ones in fp32 at least; whoever sums or compares them does so too.
     """
-    return product(hidden, table.to(hidden.dtype))
+    out = product(hidden, table.to(hidden.dtype))
+    return out if cap is None else cap * torch.tanh(out.to(accurate(out.dtype)) / cap)

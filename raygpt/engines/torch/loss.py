@@ -13,9 +13,9 @@ from raygpt.engines.base import Positions
 from raygpt.engines.chunks import chunk_count, chunk_logits
 from raygpt.engines.torch.devices import accurate
 from raygpt.engines.torch.kernels import loss_and_gradient
-from raygpt.engines.torch.layers import logits
+from raygpt.engines.torch.layers import full, logits, product
 from raygpt.engines.torch.model import GPT
-from raygpt.engines.torch.tensor import gather_table, own_time
+from raygpt.engines.torch.tensor import own_time
 
 TRAINING = 4  # times as many logits a chunk on a GPU: there they stay in 16 bits and are overwritten by their gradient
 
@@ -26,18 +26,20 @@ def chunk_tokens(tokens: int, vocab: int, on_gpu: bool, training: bool = False) 
     return tokens // chunk_count(tokens, vocab, limit)
 
 
-def cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, weights: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    hidden: Tensor, table: Tensor, targets: Tensor, weights: Tensor, vocab: int, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """(sum over tokens of weight · loss, loss of each row), a row's loss being the sum over its tokens.
 
-    Only the sum has gradients, for hidden and table.
+    Only the sum has gradients, for hidden and table. `cap` is `model.softcap`.
     hidden [rows, time, width], table [padded vocabulary, width], targets and weights [rows, time].
     """
     if torch.is_grad_enabled():
-        return _CrossEntropy.apply(hidden, table, targets, weights, vocab)
+        return _CrossEntropy.apply(hidden, table, targets, weights, vocab, cap)
     kernel = table.to(hidden.dtype)
     size = chunk_tokens(targets.numel(), len(table), hidden.is_cuda)
     parts = zip(hidden.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
-    losses = torch.cat([_nll(h, kernel, y, vocab) for h, y in parts]).view(targets.shape)
+    losses = torch.cat([_nll(h, kernel, y, vocab, cap) for h, y in parts]).view(targets.shape)
     return (losses * weights).sum(), losses.sum(1)
 
 
@@ -46,14 +48,14 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, table: Tensor, targets: Tensor, weights: Tensor, vocab: int
+        ctx: Any, hidden: Tensor, table: Tensor, targets: Tensor, weights: Tensor, vocab: int, cap: float | None
     ) -> tuple[Tensor, Tensor]:
         kernel = table.to(hidden.dtype)
         size = chunk_tokens(targets.numel(), len(table), hidden.is_cuda, training=True)
         chunks = zip(*(part.flatten(0, 1).split(size) for part in (hidden, targets, weights)), strict=True)
         losses, dhidden, dtable = [], [], torch.zeros_like(table)
         for h, y, w in chunks:
-            nll, dlogits = loss_and_gradient(logits(h, kernel), y, w, vocab)  # dlogits [chunk, vocabulary]
+            nll, dlogits = loss_and_gradient(product(h, kernel), y, w, vocab, cap)  # dlogits [chunk, vocabulary]
             dtable += dlogits.T @ h
             dhidden.append(dlogits @ kernel)
             losses.append(nll)
@@ -66,20 +68,22 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dhidden, dtable = ctx.saved_tensors
-        return dhidden * total.to(dhidden.dtype), dtable * total.to(dtable.dtype), None, None, None
+        return dhidden * total.to(dhidden.dtype), dtable * total.to(dtable.dtype), None, None, None, None
 
 
-def _nll(hidden: Tensor, table: Tensor, targets: Tensor, vocab: int) -> Tensor:
+def _nll(hidden: Tensor, table: Tensor, targets: Tensor, vocab: int, cap: float | None) -> Tensor:
     """Loss of each token, in fp32 at least; ids that only pad the table are impossible."""
-    exact = logits(hidden, table)[:, :vocab].to(accurate(hidden.dtype))  # [tokens, vocabulary]
+    exact = logits(hidden, table, cap)[:, :vocab].to(accurate(hidden.dtype))  # [tokens, vocabulary]
     return exact.logsumexp(1) - exact.gather(1, targets[:, None].long())[:, 0]
 
 
-def token_logprobs(hidden: Tensor, table: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    hidden: Tensor, table: Tensor, targets: Tensor, vocab: int, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Each target's log-probability in fp32 at least, and whether it is the likeliest: [rows, time]."""
     logprobs, hits, kernel = [], [], table.to(hidden.dtype)
     for h, y in zip(hidden, targets.long(), strict=True):  # by rows: logits are large
-        exact = logits(h, kernel)[:, :vocab].to(accurate(h.dtype))  # [time, vocabulary]
+        exact = logits(h, kernel, cap)[:, :vocab].to(accurate(h.dtype))  # [time, vocabulary]
         logprobs.append(exact.gather(1, y[:, None])[:, 0] - exact.logsumexp(1))
         hits.append(exact.argmax(1) == y)
     return torch.stack(logprobs), torch.stack(hits)
@@ -102,16 +106,16 @@ class Objective(nn.Module):
         hidden = self.gpt(inputs, keys)
         if self.tensor:
             hidden, targets, weights = (own_time(x, self.tensor) for x in (hidden, targets, weights))
-        return self._loss(hidden, gather_table(self.gpt.table), targets, weights, self.vocab)
+        return self._loss(hidden, full(self.gpt.table), targets, weights, self.vocab, self.gpt.softcap)
 
     def next_logits(self, ids: Tensor, start: Positions, cache: Any) -> Tensor:
         """Logits [rows, vocabulary] of what follows ids [rows, time], which follow `start` earlier ones."""
         hidden = self.gpt.extend(ids, start, cache)[:, -1]
-        return logits(hidden, gather_table(self.gpt.table))[:, : self.vocab]
+        return logits(hidden, full(self.gpt.table), self.gpt.softcap)[:, : self.vocab]
 
     def token_logprobs(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Each target's log-probability, and whether it is the likeliest: [rows, time]."""
-        return token_logprobs(self.gpt(inputs), gather_table(self.gpt.table), targets, self.vocab)
+        return token_logprobs(self.gpt(inputs), full(self.gpt.table), targets, self.vocab, self.gpt.softcap)
 
     def compile_parts(self) -> None:
         """Compile block by block, not the whole: gradients of late blocks travel while early ones are computed."""

@@ -92,12 +92,12 @@ class TorchReader:
         """Of windows [rows, time + 1] every token's log-probability, and whether it is the likeliest: [rows, time]."""
         ids = self._put(windows)
         with self._autocast:
-            logprobs, hits = token_logprobs(state(ids[:, :-1]), state.table, ids[:, 1:], self.vocab)
+            logprobs, hits = token_logprobs(state(ids[:, :-1]), state.table, ids[:, 1:], self.vocab, state.softcap)
         return logprobs.cpu().numpy(), hits.cpu().numpy()
 
     def _logits(self, state: GPT, hidden: Tensor) -> Tensor:
         multiply = product if self.device.type == "cpu" else layers.product
-        return layers.logits(hidden, state.table, multiply)[:, : self.vocab].to(self._param_dtype)
+        return layers.logits(hidden, state.table, state.softcap, multiply)[:, : self.vocab].to(self._param_dtype)
 
     def _put(self, ids: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(ids)).to(self.device)

@@ -85,12 +85,12 @@ def process_count() -> int:
 
 def make_mesh(recipe: Recipe, device: torch.device) -> Mesh:
     """The mesh of a recipe over the connected processes."""
-    processes, heads = process_count(), recipe.model.heads
+    processes, heads = process_count(), recipe.model.key_heads
     sizes = recipe.cluster.mesh.over(processes)
     if heads % sizes["tensor"]:  # only if it was -1: others are checked when the recipe is read
         raise RaygptError(
-            f"cluster.mesh.tensor: {sizes['tensor']} processes are left for it, which do not divide model.heads "
-            f"{heads}; write {gcd(sizes['tensor'], heads)}"
+            f"cluster.mesh.tensor: {sizes['tensor']} processes are left for it, which do not divide "
+            f"model.{'kv_heads' if recipe.model.kv_heads else 'heads'} {heads}; write {gcd(sizes['tensor'], heads)}"
         )
     rank = dist.get_rank() if processes > 1 else 0
     return Mesh(sizes["data"], sizes["fsdp"], sizes["tensor"], rank, device)
