@@ -25,6 +25,21 @@ STEPS, ROWS, CONTEXT, VOCAB = 20, 12, 16, 100
 HALF = STEPS // 2
 WINDOWS = np.random.default_rng(0).integers(0, VOCAB, (STEPS, ROWS, CONTEXT + 1)).astype(np.int32)
 TARGET_WEIGHTS = np.random.default_rng(1).uniform(0, 1, (3, ROWS, CONTEXT)) * np.arange(ROWS)[:, None]
+MODERN = {  # everything at once: two values for four queries, and gains of one number
+    "preset": "qwen3",
+    "layers": 3,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_size": 14,
+    "width": 28,
+    "hidden": 36,
+    "rope_share": 0.5,
+    "embedding_norm": True,
+    "value_embeddings": 1,
+    "x0_mixing": True,
+    "softcap": 5.0,
+    "init": "xavier",
+}
 COPIES, SHARES, BOTH = {"data": 2}, {"data": 1, "fsdp": 2}, {"data": 2, "fsdp": 2}
 
 
@@ -164,7 +179,16 @@ def in_two(folder):
     engine = make_engine(SHARES, 2, remat="blocks")
     said["computed again"] = train(engine, engine.start(), range(3))[0]
     said["compiled"] = [compiled(mesh) for mesh in (COPIES, SHARES)]
+    said["modern"] = [modern(mesh, accumulation) for mesh, accumulation in ((COPIES, 1), (SHARES, 2))]
+    said["modern, compiled"] = compiled(SHARES, **MODERN)
     return said
+
+
+def modern(mesh=None, accumulation=1, **settings):
+    """The first steps of a modern model, and what it gives after."""
+    engine = make_engine(mesh, accumulation, **MODERN, **settings)
+    numbers, state = train(engine, engine.start(), range(6))
+    return numbers, results(engine, state)
 
 
 def weighted(mesh=None, accumulation=1, **settings):
@@ -217,6 +241,7 @@ def compiled(mesh, **sizes):
     """The first steps, the number of graphs and what cut them."""
     counters = torch._dynamo.utils.counters
     counters.clear()
+    torch._dynamo.reset()  # else the sizes of another model would make these ones variables
     engine = make_engine(mesh, compile="unrolled", **sizes)
     with torch.compiler.set_stance(force_backend="aot_eager"):  # traced like any other; C++ takes half a minute more
         numbers, _ = train(engine, engine.start(), range(3))
@@ -324,6 +349,18 @@ def test_compiled_block_by_block_the_numbers_are_the_same(two, alone):
         assert graphs <= 2, "one for all blocks; and one for the loss, the second time the same"
         assert not breaks
         assert how == "by blocks"
+
+
+def test_a_modern_model_gets_the_same_numbers(two):
+    numbers, after = modern()
+    for said in two:
+        for found in said["modern"]:
+            np.testing.assert_allclose(found[0], numbers, rtol=1e-9)
+            assert_same_results(found[1], after)
+    found, graphs, breaks, _ = two[0]["modern, compiled"]
+    np.testing.assert_allclose(found, numbers[:3], rtol=1e-9)
+    assert graphs <= 4, "the first block, those with and without a value embedding, the loss"
+    assert not breaks
 
 
 def test_a_number_that_is_none_in_one_process_is_a_step_left_out_by_all(two):

@@ -11,6 +11,7 @@ import torch.distributed as dist  # noqa: E402
 from test_torch_processes import (  # noqa: E402
     CONTEXT,
     HALF,
+    MODERN,
     STEPS,
     VOCAB,
     WINDOWS,
@@ -18,6 +19,7 @@ from test_torch_processes import (  # noqa: E402
     assert_same_weights,
     compiled,
     in_one,
+    modern,
     results,
     saved,
     together,
@@ -88,6 +90,9 @@ def in_two(folder):
     said["decoded"] = decode_rows(engine, engine.restore(f"{folder}/alone"))
     said["computed again"] = [first_steps(TENSOR, remat=what) for what in ("products", "blocks")]
     said["compiled"] = compiled(TENSOR, **SIZES)
+    said["modern"] = modern(TENSOR, 2)
+    said["modern, computed again"] = modern(TENSOR, remat="products")[0]
+    said["modern, compiled"] = compiled(TENSOR, **MODERN)
     return said
 
 
@@ -152,6 +157,18 @@ def test_blocks_can_be_computed_again_and_compiled(two, alone):
         np.testing.assert_allclose(losses, alone[0][:3, 0], rtol=1e-9)
 
 
+def test_a_modern_model_gets_the_same_numbers(two):
+    numbers, after = modern()
+    for said in two:
+        np.testing.assert_allclose(said["modern"][0], numbers, rtol=1e-9)
+        assert_same_results(said["modern"][1], after)
+        np.testing.assert_allclose(said["modern, computed again"], numbers, rtol=1e-9)
+        found, graphs, breaks, _ = said["modern, compiled"]
+        np.testing.assert_allclose(found, numbers[:3], rtol=1e-9)
+        assert graphs <= 4
+        assert not breaks
+
+
 def test_checkpoints_cross_from_one_process_to_two_and_back(two, alone, folder):
     np.testing.assert_allclose(two[0]["from alone"], alone[0][HALF:], rtol=1e-9)
     np.testing.assert_array_equal(two[0]["again"], two[0]["went on"])
@@ -175,6 +192,7 @@ def in_four(folder):
     engine = make_engine(WITH_COPIES, 2)
     numbers, state = train(engine, engine.restore(f"{folder}/four"), range(HALF, STEPS))
     said["copies"] = numbers, results(engine, state)
+    said["modern"] = modern(WITH_SHARES, 2)
     return said
 
 
@@ -191,6 +209,9 @@ def test_with_shares_and_with_copies_the_numbers_are_the_same(four, alone):
         np.testing.assert_allclose(said["copies"][0], alone[0][HALF:], rtol=1e-9)
         assert_same_results(said["shares"][1], alone[1])
         assert_same_results(said["copies"][1], alone[1])
+    numbers, after = modern()
+    np.testing.assert_allclose(four[3]["modern"][0], numbers, rtol=1e-9)
+    assert_same_results(four[3]["modern"][1], after)
 
 
 @pytest.mark.parametrize(("mesh", "files"), [("tensor=2", 2), ("four", 4)])

@@ -7,7 +7,9 @@ logits twice, and the loss is the same code on every mesh. Gains that are for al
 gradients, each of one process's heads, `layers.full` sums.
 """
 
-from torch import Tensor
+from typing import Any
+
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -27,7 +29,14 @@ def shard_matrices(gpt: GPT, devices: DeviceMesh) -> None:
                 distribute_module(owner.get_submodule(module), devices)
             elif not parameter.is_vector and "tensor" in parameter.mesh_axes:  # a bias is sharded with its kernel
                 parallelize_module(owner, devices, {module: _style(parameter)})
+                if parameter.role == "embedding":
+                    owner.get_submodule(module).register_forward_hook(_arrived)
     gpt.tensor_size = devices.size()
+
+
+def _arrived(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+    """Rows of a table after the exchange that they come by: a compiled block cannot take them before."""
+    return out.clone()
 
 
 def _style(parameter: Parameter) -> ParallelStyle:
