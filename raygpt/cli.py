@@ -235,17 +235,21 @@ def export_(
 @app.command("import")
 def import_(
     source: Annotated[
-        str, typer.Argument(metavar="DIR|NAME", help="A GPT-2 that transformers saved, or its name on the Hub.")
+        str, typer.Argument(metavar="DIR|NAME", help="A model that transformers saved, or its name on the Hub.")
     ],
     run: Annotated[str, typer.Argument(metavar="OUT_RUN", help="The run directory to make.")],
     engine: Annotated[str, typer.Option(help="jax or torch writes it; both can train it further.")] = "jax",
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="See so many tokens at once, fewer than the model could (RoPE)."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Turn Hugging Face's GPT-2 weights into a run at step 0, which run.start_from trains further."""
+    """Turn Hugging Face's GPT-2, Llama, Qwen3 or NanoChat into a run at step 0, which run.start_from trains further."""
     from raygpt.interop.importing import import_run
     from raygpt.show import results
 
-    made = import_run(source, run, engine)
+    made = import_run(source, run, engine, context)
     if as_json:
         _print_json({"run": made.folder, "step": 0, "model": made.recipe.to_dict()["model"]})
     else:

@@ -125,12 +125,10 @@ def test_a_run_goes_from_generate_to_eval_export_and_import(raygpt, run, tmp_pat
 def test_an_imported_model_is_trained_on(ray_cluster, raygpt, jax_run, tmp_path):
     raygpt("export", jax_run, tmp_path / "folder")
     raygpt("import", tmp_path / "folder", tmp_path / "runs" / "theirs")
-    sizes = open_run(str(jax_run)).recipe
-    data, model = sizes.data, sizes.model
-    shape = [f"model.{key}={getattr(model, key)}" for key in ("layers", "heads", "width", "context")]
+    source = open_run(str(jax_run)).recipe.data.source
     lengths = ["training.batch_tokens=128", "training.steps=4", "training.eval_every=4", "schedule.warmup_steps=0"]
-    names = ["run.name=further", "run.start_from=theirs", f"data.source={data.source}", "data.tokenizer=bytes"]
-    status, _, err = raygpt("train", "tiny", *names, *shape, *lengths)
+    names = ["run.name=further", "run.start_from=theirs", f"data.source={source}", "data.tokenizer=bytes"]
+    status, _, err = raygpt("train", "runs/theirs/recipe.yaml", *names, *lengths)
     assert status == 0, err
     lines = [json.loads(line) for line in (tmp_path / "runs/further/metrics.jsonl").read_text().splitlines()]
     losses = [line["val_loss"] for line in lines if "val_loss" in line]

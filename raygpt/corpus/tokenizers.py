@@ -21,6 +21,11 @@ from raygpt.errors import RaygptError, first_line
 
 FILE_NAME = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
+ENDS = (
+    END_OF_TEXT,
+    "<|end_of_text|>",
+    "<|bos|>",
+)  # what separates documents: GPT-2's and Qwen's, Llama 3's, NanoChat's
 # GPT-2's words, with possessive quantifiers: the same words, found without backtracking
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 NO_GPT2_FILES = (
@@ -162,7 +167,7 @@ def bytes_by_character() -> dict[str, int]:
 class Bpe:
     """A byte-level byte-pair encoding of the `tokenizers` library: trained here, or any tokenizer.json of theirs."""
 
-    def __init__(self, saved: str):
+    def __init__(self, saved: str, end_of_text: str | None = None):
         import tokenizers
 
         self._tokenizer = tokenizers.Tokenizer.from_str(saved)
@@ -170,12 +175,18 @@ class Bpe:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # a literal <|endoftext|> in a text stays text
         self.vocab = max(self._tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
-        end_of_text = self._tokenizer.token_to_id(END_OF_TEXT)
-        if end_of_text is None or end_of_text in self.encode([END_OF_TEXT])[0]:
+        names = ENDS if end_of_text is None else (end_of_text,)
+        found = [(name, number) for name in names if (number := self._special(name)) is not None]
+        if not found:
             raise RaygptError(
-                f"this tokenizer has no special token {END_OF_TEXT}, which separates documents; add it as one"
+                f"this tokenizer has no special token {names[0]}, which separates documents; add it as one"
             )
-        self.end_of_text = end_of_text
+        self._end_name, self.end_of_text = found[0]
+
+    def _special(self, name: str) -> int | None:
+        """The id of a token that no text can produce."""
+        number = self._tokenizer.token_to_id(name)
+        return None if number is None or number in self.encode([name])[0] else number
 
     def encode(self, texts: list[str]) -> list[Tokens]:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -185,7 +196,8 @@ class Bpe:
         return str(self._tokenizer.decode([int(t) for t in tokens], skip_special_tokens=False))
 
     def describe(self) -> dict[str, Any]:
-        return {"kind": "bpe", "tokenizer": json.loads(self._tokenizer.to_str())}
+        end = {} if self._end_name == END_OF_TEXT else {"end_of_text": self._end_name}
+        return {"kind": "bpe", "tokenizer": json.loads(self._tokenizer.to_str()), **end}
 
     @classmethod
     def train(cls, texts: Iterator[str], vocab: int) -> "Bpe":
@@ -222,7 +234,7 @@ def from_description(description: Any, where: str) -> Tokenizer:
         if kind == "gpt2":
             return Gpt2.from_description(description)
         if kind == "bpe":
-            return Bpe(json.dumps(description["tokenizer"]))
+            return Bpe(json.dumps(description["tokenizer"]), description.get("end_of_text"))
         if isinstance(description, dict) and "model" in description:
             return Bpe(json.dumps(description))
     except RaygptError as error:
@@ -288,4 +300,6 @@ def _lengths_of_pieces(tokenizer: Tokenizer) -> list[int]:
     lengths = [0] * tokenizer.vocab
     for piece, number in described["model"]["vocab"].items():
         lengths[number] = len(piece)
+    for token in described["added_tokens"]:  # a text can hold one that is not special, e.g. Qwen's <think>
+        lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
     return lengths

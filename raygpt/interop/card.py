@@ -1,20 +1,21 @@
 """The model card: what was trained on what, how well, and how to use it."""
 
 from raygpt.inference.loaded import CheckpointWeights
+from raygpt.interop.family import Family
 from raygpt.models import describe
 from raygpt.show.report import loss_picture
 
 CURVE = "loss.svg"
 
 
-def files(found: CheckpointWeights) -> dict[str, str]:
+def files(found: CheckpointWeights, family: Family) -> dict[str, str]:
     """README.md, and the loss curve if there is one to draw."""
     is_logged = any("loss" in line for line in found.run.metrics)
     drawn = {CURVE: loss_picture([found.run])} if is_logged else {}
-    return {"README.md": _card(found, bool(drawn)), **drawn}
+    return {"README.md": _card(found, family, bool(drawn)), **drawn}
 
 
-def _card(found: CheckpointWeights, with_curve: bool) -> str:
+def _card(found: CheckpointWeights, family: Family, with_curve: bool) -> str:
     recipe, vocab = found.recipe, found.tokenizer.vocab
     model = recipe.model
     return "\n".join(
@@ -22,14 +23,14 @@ def _card(found: CheckpointWeights, with_curve: bool) -> str:
             "---",
             "library_name: transformers",
             "pipeline_tag: text-generation",
-            "tags: [gpt2, raygpt]",
+            f"tags: [{family.model_type}, raygpt]",
             "---",
             "",
             f"# {found.run.name}",
             "",
-            f"A GPT-2 of {describe(model, vocab).count:,} parameters ({model.layers} layers, {model.heads} heads, "
-            f"width {model.width}, context {model.context}, {vocab:,} tokens), trained by raygpt with "
-            f"the {found.engine} engine; this is its checkpoint of step {found.checkpoint.step:,}.",
+            f"A {family.name}-style model of {describe(model, vocab).count:,} parameters ({model.layers} layers, "
+            f"{model.heads} heads, width {model.width}, context {model.context}, {vocab:,} tokens), trained by raygpt "
+            f"with the {found.engine} engine; this is its checkpoint of step {found.checkpoint.step:,}.",
             "",
             "```python",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",

@@ -1,12 +1,15 @@
 """GPT-2 as transformers has it: the names and layouts of its weights, and its config."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raygpt.config import Model
+from raygpt.config import PRESETS, SIZES, Model
 from raygpt.engines.base import Arrays
+from raygpt.errors import RaygptError
+from raygpt.interop.family import HEAD, Family
 from raygpt.models import Description
 
 TOP = {  # ours -> theirs
@@ -14,7 +17,7 @@ TOP = {  # ours -> theirs
     "positions": "transformer.wpe.weight",
     "norm.gain": "transformer.ln_f.weight",
     "norm.bias": "transformer.ln_f.bias",
-    "head": "lm_head.weight",
+    "head": HEAD,
 }
 BLOCK = {"norm1": "ln_1", "out": "attn.c_proj", "norm2": "ln_2", "up": "mlp.c_fc", "down": "mlp.c_proj"}
 TOGETHER, THEIR_QKV = ("query", "key", "value"), "attn.c_attn"  # one matrix there: all queries, all keys, all values
@@ -69,22 +72,12 @@ def _flat(array: NDArray[Any], name: str) -> NDArray[Any]:
     return array.reshape(-1, array.shape[-1]) if name.startswith("out") else array.reshape(len(array), -1)
 
 
-def with_biases(arrays: Arrays) -> dict[str, NDArray[Any]]:
-    """What transformers loads: its GPT-2 always has biases, and where ours has none they are zero."""
-    tables = ("transformer.wte", "transformer.wpe", "lm_head")
-    biases = {
-        name.removesuffix("weight") + "bias": np.zeros(array.shape[-1], array.dtype)
-        for name, array in arrays.items()
-        if name.endswith(".weight") and not name.startswith(tables)
-    }
-    return {name: np.ascontiguousarray(array) for name, array in (biases | dict(arrays)).items()}
+def _misfits(model: Model) -> dict[str, Any]:
+    return model.not_gpt2
 
 
-def config(model: Model, vocab: int, end_of_text: int) -> dict[str, Any]:
-    """The config of transformers' GPT2LMHeadModel."""
+def _config(model: Model, vocab: int, end_of_text: int) -> dict[str, Any]:
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
         "vocab_size": vocab,
         "n_positions": model.context,
         "n_embd": model.width,
@@ -100,3 +93,41 @@ def config(model: Model, vocab: int, end_of_text: int) -> dict[str, Any]:
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
     }
+
+
+def _keys(settings: Mapping[str, Any]) -> dict[str, Any]:
+    inner = settings.get("n_inner")
+    if inner not in (None, 4 * settings["n_embd"]):
+        raise RaygptError(f"n_inner is {inner}, and raygpt's GPT-2 has 4 · n_embd; name another model")
+    keys = {
+        "layers": settings["n_layer"],
+        "heads": settings["n_head"],
+        "width": settings["n_embd"],
+        "context": settings["n_positions"],
+        "norm_epsilon": settings.get("layer_norm_epsilon", 1e-5),
+        "tied_head": settings.get("tie_word_embeddings", True),
+    }
+    published = [name for name, preset in PRESETS.items() if all(keys[key] == preset.get(key) for key in SIZES)]
+    return keys | ({"preset": published[0]} if published else {})
+
+
+FAMILY = Family(
+    name="GPT-2",
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    misfits=_misfits,
+    config=_config,
+    keys=_keys,
+    to_hugging_face=to_hugging_face,
+    from_hugging_face=from_hugging_face,
+    required={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    always={"norm_gain": True, "bias": True},
+    prefix="transformer.",
+    token_table=TOP["tokens"],
+    unused=(".attn.bias", ".attn.masked_bias"),  # masks
+)

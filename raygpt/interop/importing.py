@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2 weights as a run at step 0, for `run.start_from`: any size, safetensors only."""
+"""A model that transformers saved as a run at step 0, for `run.start_from`: any size, safetensors only."""
 
 import re
 from collections.abc import Mapping
@@ -10,14 +10,15 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from raygpt import storage
-from raygpt.config import PRESETS, SIZES, Model, Recipe
+from raygpt.config import Model, Recipe
 from raygpt.corpus import tokenizers
 from raygpt.corpus.tokenizers import FILE_NAME, Gpt2, Tokenizer
 from raygpt.engines import engine_of, require
 from raygpt.engines.base import Weights
 from raygpt.errors import RaygptError, first_line
-from raygpt.interop import gpt2
 from raygpt.interop.exporting import CONFIG, WEIGHTS
+from raygpt.interop.families import family_named
+from raygpt.interop.family import HEAD, Family
 from raygpt.interop.tokenizer_json import from_json
 from raygpt.models import describe
 from raygpt.recipes.explain import explain_first
@@ -26,25 +27,23 @@ from raygpt.runs import RECIPE, OpenRun, checkpoints, open_run
 INDEX = f"{WEIGHTS}.index.json"  # of models that are split into several files
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 WANTED = [CONFIG, FILE_NAME, "*.safetensors", INDEX]  # of a repository on the Hub
-AS_OURS = {  # key of the config -> its default, and the values that our GPT-2 supports
-    "activation_function": ("gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
-    "scale_attn_weights": (True, (True,)),
-    "scale_attn_by_inverse_layer_idx": (False, (False,)),
-    "add_cross_attention": (False, (False,)),
-}
+DERIVED = {"head_size": "size_of_head", "kv_heads": "key_heads", "hidden": "size_of_hidden"}  # key -> its size, if null
 
 
-def import_run(source: str, out: str, engine: str = "jax") -> OpenRun:
-    """A run at step 0 with the weights and the tokenizer of a folder, or of a repository on the Hub."""
+def import_run(source: str, out: str, engine: str = "jax", context: int | None = None) -> OpenRun:
+    """A run at step 0 with the weights and the tokenizer of a folder, or of a repository on the Hub.
+
+    `context` shortens the model's own, which may be far more than one trains with, or has memory to cache.
+    """
     out = storage.absolute(out).rstrip("/")
     if storage.sizes(out) or storage.folders(out):
         raise RaygptError(f"{out} is not empty; name a new folder for the run")
     folder = _folder(source)
-    settings = _config(folder)
-    tokenizer = _tokenizer(folder)
-    recipe = _recipe(settings, tokenizer, out, engine)
+    family, keys, end_of_text = _config(folder)
+    tokenizer = _tokenizer(folder, end_of_text)
+    recipe = _recipe(_shortened(keys, context), tokenizer, out, engine)
     require(engine)
-    parameters = _parameters(folder, settings, recipe.model, tokenizer.vocab)
+    parameters = _parameters(folder, family, recipe.model, tokenizer.vocab)
     _write(recipe, tokenizer, parameters, out)
     return open_run(out)
 
@@ -71,24 +70,23 @@ def _folder(source: str) -> Path:
         ) from error
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _config(folder: Path) -> tuple[Family, dict[str, Any], int | None]:
+    """The family, our keys, and the token at which texts end."""
     settings: dict[str, Any] = _read_json(folder / CONFIG, "it is no model of transformers")
-    kind = settings.get("model_type")
-    if kind != "gpt2":
-        raise RaygptError(f"{folder}: is a model of type {kind}, and raygpt trains GPT-2; name one of type gpt2")
-    for key, (default, allowed) in AS_OURS.items():
-        value = settings.get(key, default)
-        if value not in allowed:
-            raise RaygptError(f"{folder}: {key} is {value}, and raygpt's GPT-2 has {allowed[0]}; name another model")
-    inner = settings.get("n_inner")
-    if inner not in (None, 4 * settings["n_embd"]):
-        raise RaygptError(f"{folder}: n_inner is {inner}, and raygpt's GPT-2 has 4 · n_embd; name another model")
-    return settings
+    try:
+        family = family_named(settings)
+        keys = family.keys(settings)
+    except RaygptError as error:
+        raise RaygptError(f"{folder}: {error}") from None
+    except KeyError as error:
+        raise RaygptError(f"{folder / CONFIG} has no {error.args[0]}; copy it again") from None
+    ends = settings.get("eos_token_id")  # a list in chat models
+    return family, keys, next(iter(ends), None) if isinstance(ends, list) else ends
 
 
-def _tokenizer(folder: Path) -> Tokenizer:
+def _tokenizer(folder: Path, end_of_text: int | None) -> Tokenizer:
     saved = _read_json(folder / FILE_NAME, "save its tokenizer there: AutoTokenizer.from_pretrained(…).save_pretrained")
-    return from_json(saved, str(folder / FILE_NAME))
+    return from_json(saved, str(folder / FILE_NAME), end_of_text)
 
 
 def _read_json(path: Path, otherwise: str) -> Any:
@@ -98,49 +96,58 @@ def _read_json(path: Path, otherwise: str) -> Any:
     return read
 
 
-def _recipe(settings: Mapping[str, Any], tokenizer: Tokenizer, out: str, engine: str) -> Recipe:
+def _shortened(keys: Mapping[str, Any], context: int | None) -> Mapping[str, Any]:
+    if context is None:
+        return keys
+    if keys.get("position") != "rope":
+        raise RaygptError(f"--context: this model has a table of {keys['context']} positions; leave --context out")
+    if context > keys["context"]:
+        raise RaygptError(f"--context: this model was made for {keys['context']} tokens; write that or less")
+    return {**keys, "context": context}
+
+
+def _recipe(keys: Mapping[str, Any], tokenizer: Tokenizer, out: str, engine: str) -> Recipe:
     """A recipe with what is known of the model; the rest is defaults, which a run that starts from it replaces."""
     home, _, name = out.rpartition("/")
-    model = {
-        "layers": settings["n_layer"],
-        "heads": settings["n_head"],
-        "width": settings["n_embd"],
-        "context": settings["n_positions"],
-        "norm_epsilon": settings.get("layer_norm_epsilon", 1e-5),
-        "tied_head": settings.get("tie_word_embeddings", True),
-    }
-    preset = [name for name, keys in PRESETS.items() if all(model.get(key) == keys.get(key) for key in SIZES)]
     values = {
         "engine": engine,
-        "model": {**model, **({"preset": preset[0]} if preset else {})},
+        "model": keys,
         "data": {"tokenizer": "gpt2" if isinstance(tokenizer, Gpt2) else out},
-        "training": {"batch_tokens": model["context"]},
+        "training": {"batch_tokens": keys["context"]},
         "run": {"name": name, "storage": home},
     }
     try:
-        return Recipe.model_validate(values)
+        recipe = Recipe.model_validate(values)
     except ValidationError as error:
         raise RaygptError(explain_first(error)) from None
+    return recipe.model_copy(update={"model": _without_derived(recipe.model)})
 
 
-def _parameters(folder: Path, settings: Mapping[str, Any], model: Model, vocab: int) -> dict[str, NDArray[Any]]:
-    """By our names, without masks and the vocabulary's padding."""
+def _without_derived(model: Model) -> Model:
+    """Sizes that follow from others are null, as in a recipe that does not set them."""
+    for key, size in DERIVED.items():
+        without = model.model_copy(update={key: None})
+        model = without if getattr(without, size) == getattr(model, size) else model
+    return model
+
+
+def _parameters(folder: Path, family: Family, model: Model, vocab: int) -> dict[str, NDArray[Any]]:
+    """By our names, without what is no parameter and the vocabulary's padding."""
     arrays: dict[str, NDArray[Any]] = {}
     for path in _files(folder):
         arrays |= _arrays(path)
-    named = {name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": array
-             for name, array in arrays.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}  # fmt: skip
-    if settings.get("tie_word_embeddings", True):
-        named.pop("lm_head.weight", None)
-    for name in ("transformer.wte.weight", "lm_head.weight"):
-        if name in named and len(named[name]) < vocab:
+    named = {name if name.startswith((family.prefix, HEAD)) else f"{family.prefix}{name}": array
+             for name, array in arrays.items() if not name.endswith(family.unused)}  # fmt: skip
+    if model.tied_head:
+        named.pop(HEAD, None)
+    for name in {family.token_table, HEAD} & named.keys():
+        if len(named[name]) < vocab:
             raise RaygptError(
                 f"{folder}: {len(named[name])} tokens in {name}, {vocab} in its tokenizer; name a whole model"
             )
-        if name in named:
-            named[name] = named[name][:vocab]
+        named[name] = named[name][:vocab]
     try:
-        return gpt2.from_hugging_face(named, describe(model, vocab))
+        return family.from_hugging_face(named, describe(model, vocab))
     except (KeyError, ValueError) as error:
         raise RaygptError(f"the weights are not those of the config: {error}; copy the model again") from None
 
@@ -161,6 +168,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:
     """fp32, whatever it was saved in."""
+    import ml_dtypes  # noqa: F401 - numpy's bf16, which comes with jax
     from safetensors import SafetensorError, safe_open
 
     try:

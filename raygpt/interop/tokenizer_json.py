@@ -1,13 +1,14 @@
 """Converts our tokenizers to Hugging Face's `tokenizers` format, with the same ids, and back.
 
-One difference is their convention: a literal `<|endoftext|>` in a text is the special token there, plain text here.
+One difference is their convention: a literal `<|endoftext|>` in a text is the special token there, plain text here; and
+so is every other special token.
 """
 
 import itertools
 import json
 from typing import Any
 
-from raygpt.corpus.tokenizers import END_OF_TEXT, Bpe, Bytes, Char, Gpt2, Tokenizer, bytes_by_character
+from raygpt.corpus.tokenizers import END_OF_TEXT, ENDS, Bpe, Bytes, Char, Gpt2, Tokenizer, bytes_by_character
 from raygpt.errors import RaygptError
 
 UNKNOWN = "<unk>"  # in no vocabulary: an unknown character is an error there as well
@@ -47,17 +48,37 @@ def _made(tokenizer: Tokenizer) -> Any:
     return made
 
 
-def from_json(saved: dict[str, Any], where: str) -> Tokenizer:
-    """Our tokenizer that a tokenizer.json describes; any other one is used as it is."""
+def from_json(saved: dict[str, Any], where: str, end_of_text: int | None = None) -> Tokenizer:
+    """Our tokenizer that a tokenizer.json describes; any other byte-level one is used as it is.
+
+    `end_of_text` is the id that separates documents where no token has one of the usual names.
+    """
     for candidate in _candidates(saved):
         if _is_same(to_json(candidate), saved):
             return candidate
     try:
-        return Bpe(json.dumps(saved))
+        return _bpe(saved, end_of_text)
     except RaygptError as error:
         raise RaygptError(f"{where}: {error}") from error
     except Exception as error:  # `tokenizers` raises bare Exceptions
         raise RaygptError(f"{where} is no tokenizer that can be read ({error}); save it again") from error
+
+
+def _bpe(saved: dict[str, Any], end_of_text: int | None) -> Bpe:
+    made = Bpe(json.dumps(saved), _name_of_end(saved, end_of_text))
+    # A text comes in pieces, and goes out token by token: no piece may get a space of its own, as Llama 2's do.
+    if (saved.get("decoder") or {}).get("type") != "ByteLevel" or made.decode(made.encode(["a"])[0]) != "a":
+        raise RaygptError(
+            "this tokenizer is not byte-level as GPT-2's, Llama 3's and Qwen's are, so that texts would not come back "
+            "exactly; name a model with such a tokenizer"
+        )
+    return made
+
+
+def _name_of_end(saved: dict[str, Any], end_of_text: int | None) -> str | None:
+    """None if a token has a usual name; otherwise that of the id."""
+    names = {token["id"]: token["content"] for token in saved.get("added_tokens", ())}
+    return None if {*names.values()} & {*ENDS} else names.get(end_of_text)
 
 
 def _candidates(saved: dict[str, Any]) -> list[Tokenizer]:

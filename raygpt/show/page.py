@@ -76,7 +76,7 @@ def _about_one(run: OpenRun, facts: Mapping[str, Any]) -> str:
     sources = ", ".join(part.source.rsplit("/", 1)[-1] for part in run.recipe.data.sources)
     why = f": {facts['why']}" if facts["why"] else ""
     return (
-        f"{facts['state'].capitalize()}{why}. GPT-2 of {facts['parameters']:,} parameters, {model.layers} layers of "
+        f"{facts['state'].capitalize()}{why}. {facts['parameters']:,} parameters, {model.layers} layers of "
         f"width {model.width}, context {model.context}, on {sources} ({run.recipe.data.tokenizer}), "
         f"engine {facts['engine']}."
     )

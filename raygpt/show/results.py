@@ -53,16 +53,12 @@ def show_imported(run: "OpenRun") -> None:
         soft_wrap=True,
     )
     out.print(f"run directory  {folder}\n\nTry next:", soft_wrap=True)
-    keys = [f"{key}={getattr(model, key)}" for key in ("layers", "heads", "width", "context")]
-    sizes = " ".join(f"model.{key}" for key in ([f"preset={model.preset}", keys[-1]] if model.preset else keys))
-    sizes += "" if model.tied_head else " model.tied_head=false"
     batch = max(1, 4096 // model.context) * model.context
     where = as_path(folder)
-    tokenizer = "gpt2" if run.recipe.data.tokenizer == "gpt2" else where
     out.print(f"  {program()} generate {folder} --prompt 'Once'", soft_wrap=True)
     out.print(
-        f"  {program()} train tiny run.name=further run.start_from={where} {sizes} "
-        f"data.tokenizer={tokenizer} data.source=YOUR.txt training.batch_tokens={batch}",
+        f"  {program()} train {where}/recipe.yaml run.name=further run.start_from={where} "
+        f"data.source=YOUR.txt training.batch_tokens={batch}",
         soft_wrap=True,
     )
 

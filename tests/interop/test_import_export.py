@@ -2,7 +2,6 @@
 
 import json
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from raygpt.interop import gpt2
 from raygpt.interop.exporting import export
 from raygpt.interop.importing import import_run
 from raygpt.interop.tokenizer_json import to_json
-from raygpt.models import describe
 from raygpt.recipes import load_recipe
 from raygpt.training import resume
 
@@ -108,7 +106,7 @@ def test_gpt2s_own_size_and_tokenizer_are_known_by_name(tmp_path):
     from raygpt.interop.importing import _recipe
 
     sizes = {"n_layer": 24, "n_head": 16, "n_embd": 1024, "n_positions": 1024}
-    recipe = _recipe(sizes, Gpt2.from_files(), str(tmp_path / "run"), "jax")
+    recipe = _recipe(gpt2.FAMILY.keys(sizes), Gpt2.from_files(), str(tmp_path / "run"), "jax")
     assert (recipe.model.preset, recipe.data.tokenizer) == ("gpt2-medium", "gpt2")
 
 
@@ -122,7 +120,10 @@ def change(folder, **values):
     [
         (lambda f: (f / "config.json").unlink(), "has no config.json; it is no model of transformers"),
         (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
-        (lambda f: change(f, model_type="llama"), "is a model of type llama, and raygpt trains GPT-2"),
+        (
+            lambda f: change(f, model_type="bert"),
+            "of type bert, which raygpt does not have; name one of gpt2, llama, qwen3",
+        ),
         (
             lambda f: change(f, activation_function="relu"),
             "activation_function is relu, and raygpt's GPT-2 has gelu_new",
@@ -175,9 +176,9 @@ def test_models_that_transformers_has_not_are_exported_with_equal_logits(tmp_pat
     parameters = engine.gather(engine.start()).parameters
     random = np.random.default_rng(6)
     parameters = {name: random.normal(0, 0.2, array.shape).astype(np.float32) for name, array in parameters.items()}
-    named = gpt2.to_hugging_face(parameters, describe(recipe.model, VOCAB))
-    save_file(gpt2.with_biases(named), tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(gpt2.config(recipe.model, VOCAB, 256)))
+    family = gpt2.FAMILY
+    save_file(family.exported(parameters, recipe.model, VOCAB), tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(family.full_config(recipe.model, VOCAB, 256)))
     expected = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval())
     reader = make_reader("torch", recipe.model, VOCAB)
     found, _ = reader.prefill(reader.load(parameters), IDS)
@@ -192,9 +193,8 @@ def test_every_tokenizer_is_opened_by_transformers(tmp_path):
     for number, ours in enumerate((Bytes(), Char(text), Bpe.train(iter([text] * 3), 300))):
         folder = tmp_path / str(number)
         folder.mkdir()
-        model = SimpleNamespace(context=16)
         (folder / "tokenizer.json").write_text(json.dumps(to_json(ours)))
-        (folder / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(model)))
+        (folder / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(ours, 16)))
         (folder / "config.json").write_text('{"model_type": "gpt2"}')
         opened = transformers.AutoTokenizer.from_pretrained(folder)
         assert opened(text)["input_ids"] == ours.encode([text])[0].tolist()
