@@ -44,7 +44,7 @@ def log_probabilities(parameters, model, windows):
     return np.take_along_axis(logits, windows[:, 1:, None], -1)[..., 0] - totals
 
 
-@pytest.fixture(scope="module", params=["jax"])
+@pytest.fixture(scope="module", params=["jax", "torch"])
 def engine(request):
     return request.param
 
@@ -93,3 +93,41 @@ def test_a_prompt_and_what_follows_it_are_read_through_the_cache(opened, engine,
     # A position of its own for each row: the second row is read again from its tenth token on.
     found, _ = computes.decode(state, ids[:, [10]], np.array([10, 10], np.int32), cache)
     np.testing.assert_allclose(found, expected[:, 10], atol=1e-4)
+
+
+def losses_of(name, engine, windows, precision, **settings):
+    """Of steps from the first weights on."""
+    recipe = Recipe(
+        engine=engine,
+        model=MODELS[name],
+        training={"batch_tokens": len(windows[0]) * CONTEXT, "steps": len(windows)},
+        cluster={"mesh": settings.pop("mesh", {})},
+    )
+    computes = import_module(f"raygpt.engines.{engine}.engine").Engine(recipe, VOCAB, precision=precision, **settings)
+    state, losses = computes.start(), []
+    for batch in windows:
+        state, metrics = computes.step(state, computes.put(batch[computes.rows]))
+        losses.append(computes.read(metrics)["loss"])
+    return losses
+
+
+def batches(steps, rows):
+    return np.random.default_rng(2).integers(0, VOCAB, (steps, rows, CONTEXT + 1)).astype(np.int32)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_both_engines_take_the_same_steps(name):
+    windows = batches(1, 4).repeat(8, axis=0)
+    ours, theirs = (losses_of(name, engine, windows, "fp32") for engine in ("jax", "torch"))
+    assert theirs[-1] < theirs[0] - 0.02
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, *also({"data": 2, "context": 4}, {"fsdp": 8})])
+def test_no_mesh_and_no_accumulation_changes_a_loss(mesh):
+    jax = pytest.importorskip("jax")
+    with jax.enable_x64(True):
+        windows = batches(3, 6)
+        alone = losses_of("all", "jax", windows, "fp64", devices=jax.devices()[:1])
+        meshed = losses_of("all", "jax", windows, "fp64", mesh=mesh, accumulation=2)
+    np.testing.assert_allclose(meshed, alone, rtol=1e-9)
