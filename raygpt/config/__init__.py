@@ -94,6 +94,11 @@ class Recipe(Part):
                 f"cluster.mesh.tensor: {self.cluster.mesh.tensor} is not for transformers' GPT-2; "
                 "write cluster.mesh.fsdp instead, or model.implementation: raygpt"
             )
+        if self.model.implementation == "huggingface" and self.optimizer.kind == "muon":
+            raise ValueError(
+                "optimizer.kind: muon is not for transformers' GPT-2, whose queries, keys and values are one matrix; "
+                "write model.implementation: raygpt"
+            )
         return self
 
     @model_validator(mode="after")

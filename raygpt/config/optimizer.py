@@ -1,24 +1,81 @@
 """`optimizer`: how a gradient becomes a step."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from raygpt.config.parts import Beta, Number, Part
+from raygpt.config.parts import Beta, Integer, Number, Part
+
+# What muon sets where the recipe does not. A matrix's update is orthogonal whatever the gradient's size: the rate is
+# high, and nothing need be clipped.
+MUON: dict[str, Any] = {
+    "learning_rate": 0.02,
+    "betas": (0.8, 0.95),
+    "epsilon": 1e-10,
+    "weight_decay": 0.0,
+    "cautious": True,
+    "clip": None,
+}
+MUON_ONLY = ("momentum", "momentum_warmup", "embedding_rate", "head_rate", "gain_rate", "cautious")
 
 
 class Optimizer(Part):
-    """AdamW."""
+    """AdamW; or Muon for matrices and AdamW, with rates of its own, for everything else. The defaults are AdamW's."""
 
-    learning_rate: Number = Field(1e-3, gt=0, description="The highest rate; the schedule scales it.")
-    betas: tuple[Beta, Beta] = Field(
-        (0.9, 0.95), description="Decay rates of the gradient's running mean and mean square."
+    kind: Literal["adamw", "muon"] = Field(
+        "adamw", description="AdamW; or Muon for matrices, which changes the defaults of other keys."
     )
-    epsilon: Number = Field(1e-8, gt=0, description="Added to the divisor, so that it is never zero.")
-    weight_decay: Number = Field(0.1, ge=0, description="Fraction of a weight subtracted per step, times the rate.")
+    learning_rate: Number = Field(
+        1e-3, gt=0, description="The highest rate; the schedule scales it. muon: 0.02, of matrices."
+    )
+    betas: tuple[Beta, Beta] = Field(
+        (0.9, 0.95), description="AdamW's decay rates of the gradient's mean and mean square. muon: [0.8, 0.95]."
+    )
+    epsilon: Number = Field(
+        1e-8, gt=0, description="AdamW adds it to the divisor, so that it is never zero. muon: 1e-10."
+    )
+    weight_decay: Number = Field(
+        0.1, ge=0, description="Fraction of a weight subtracted per step, times the rate. muon: 0."
+    )
     decay: Literal["matrices", "all"] = Field(
-        "matrices", description="What decays: matrices and embeddings only, or biases and norms too."
+        "matrices", description="What decays: matrices (with adamw, embeddings too), or every parameter."
     )
     clip: Annotated[Number, Field(gt=0)] | None = Field(
-        1.0, description="The gradient's largest global norm; null does not clip."
+        1.0, description="The gradient's largest global norm; null does not clip. muon: null."
     )
+    momentum: Beta = Field(0.95, description="muon: decay rate of the running mean of a matrix's gradient.")
+    momentum_warmup: Integer = Field(300, ge=0, description="muon: steps in which momentum rises from 0.85.")
+    embedding_rate: Number = Field(0.3, gt=0, description="muon: AdamW's highest rate of embeddings.")
+    head_rate: Number = Field(0.008, gt=0, description="muon: AdamW's highest rate of an untied head.")
+    gain_rate: Number = Field(0.02, gt=0, description="muon: AdamW's highest rate of gains, biases and scalars.")
+    cautious: bool = Field(
+        False, description="muon (default true): a matrix decays only where its update has the same sign."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_muon(cls, value: object) -> object:
+        return {**MUON, **value} if isinstance(value, Mapping) and value.get("kind") == "muon" else value
+
+    @model_validator(mode="after")
+    def _no_idle_keys(self) -> Self:
+        # Compared with the default, because a resolved recipe writes every key.
+        for key in MUON_ONLY:
+            value, default = getattr(self, key), Optimizer.model_fields[key].default
+            if self.kind == "adamw" and value != default:
+                raise ValueError(
+                    f"optimizer.{key}: {_written(value)} has no effect with optimizer.kind adamw; "
+                    f"write optimizer.kind: muon, or leave optimizer.{key} at {_written(default)}"
+                )
+        return self
+
+    def decays(self, role: str) -> bool:
+        """Whether the parameters of a role decay."""
+        embeddings = self.kind == "adamw" and role in ("embedding", "head")
+        return self.decay == "all" or role == "matrix" or embeddings
+
+
+def _written(value: Any) -> str:
+    """As YAML has it."""
+    return str(value).lower()

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from raygpt import storage
-from raygpt.config import SIZES, Recipe, shown
+from raygpt.config import SIZES, Optimizer, Recipe, shown
 from raygpt.errors import RaygptError
 from raygpt.recipes.explain import explain_first, flat, nearest, one_line
 
@@ -29,6 +29,10 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] | Mapping[str
         # Otherwise the file's sizes would override those. Its context stays.
         for key in SIZES:
             values.pop(f"model.{key}", None)
+    kind = values.get("optimizer.kind", Optimizer().kind)
+    if changes.get("optimizer.kind", kind) != kind:
+        # The file's rates, betas and decay are for another optimizer.
+        values = {key: value for key, value in values.items() if not key.startswith("optimizer.")}
     for unit, other in (("training.steps", "training.epochs"), ("training.epochs", "training.steps")):
         if changes.get(unit) is not None and other not in changes:
             values.pop(other, None)  # a length in one unit replaces the file's in the other

@@ -112,16 +112,27 @@ def _axes(side: Any) -> tuple[str, ...]:
 
 
 def restore(folder: str, shapes: Any, shardings: Any) -> Any:
-    """The state in a folder, each array with its sharding."""
-    orbax = ocp.StandardCheckpointer(multiprocessing_options=_alone())
-    if not format1.is_old(_metadata(folder)):
+    """The state in a folder, each array with its sharding; slots that it does not have are zero."""
+    orbax, saved = ocp.StandardCheckpointer(multiprocessing_options=_alone()), _metadata(folder)
+    if not format1.is_old(saved) and _names(saved["slots"]) == _names(shapes.slots):
         return orbax.restore(folder, jax.tree.map(shape_at, shapes, shardings))
-    saved = _read(folder)  # in full on every host, only once: the next checkpoint has today's format
+    # In full on every host, only once: the next checkpoint has today's format and this optimizer's slots.
+    saved = _read(folder)
     scale, spikes = LossScale(**saved["scale"]), Spikes(**saved["spikes"])
-    state = State(**{**saved, "scale": scale, "spikes": spikes})
+    zeros = jax.tree.map(lambda like: np.zeros(like.shape, like.dtype), shapes.slots)
+    slots = {
+        slot: {name: saved["slots"].get(slot, {}).get(name, zero) for name, zero in named.items()}
+        for slot, named in zeros.items()
+    }
+    state = State(**{**saved, "slots": slots, "scale": scale, "spikes": spikes})
     return jax.tree.map(
         lambda array, like, place: from_this_host(array.astype(like.dtype), place), state, shapes, shardings
     )
+
+
+def _names(slots: Any) -> dict[str, set[str]]:
+    """The parameters that each slot has."""
+    return {slot: set(arrays) for slot, arrays in slots.items()}
 
 
 def read_parameters(folder: str, model: Model, vocab: int) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class JaxEngine:
         self._param_dtype = jnp.promote_types(self._dtype, jnp.float32)
         computes = self._device, self._dtype, self.mesh, recipe.model
         self._attention, self._attention_name = choose_attention(*computes, recipe.training.deterministic)
-        self._optimizer = make_optimizer(recipe, self._description)
+        self._optimizer = make_optimizer(recipe, self._description, self.mesh, self.precision)
         scanned = choose_compile(recipe.training.compile, self._device, recipe.model.layers)
         self._layers = Layers(scanned, recipe.training.remat)
         self._kernels = kernels or choose_kernels(*computes, self._layers)  # `fused` or `plain`
@@ -174,7 +174,8 @@ class JaxEngine:
         """A state with those parameters; slots that are not given are zero, as before step 0."""
         ours = partial(from_plain, description=self._description, dtype=self._param_dtype)
         zeros = jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), self._shapes.slots)
-        slots = {name: ours(weights.slots[name]) if name in weights.slots else zeros[name] for name in zeros}
+        given = {slot: weights.slots.get(slot, {}) for slot in zeros}
+        slots = {slot: zeros[slot] | ours(given[slot], names=given[slot].keys() & zeros[slot]) for slot in zeros}
         state = State(ours(weights.parameters), slots, *self._counters(weights.step))
         return jax.tree.map(sharding.from_this_host, state, self._shardings)
 

@@ -1,14 +1,19 @@
-"""AdamW from a recipe, by Optax, with its state in named slots."""
+"""AdamW by Optax, and Muon, from a recipe, with their state in named slots."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from raygpt.config import Recipe
-from raygpt.models import Description
+from raygpt.engines import muon
+from raygpt.engines.jax.devices import DTYPES
+from raygpt.engines.jax.muon import Matrices
+from raygpt.models import Description, Parameter
 
 Array = jax.Array
 Tree = dict[str, Array]  # by parameter
@@ -23,31 +28,79 @@ class Optimizer(NamedTuple):
     """(gradients, parameters, slots, updates so far) to what the rate is multiplied by, and the slots after it."""
 
 
-def make_optimizer(recipe: Recipe, description: Description) -> Optimizer:
-    """Clip by the global norm where asked for, then AdamW at a rate of -1.
+def make_optimizer(recipe: Recipe, description: Description, mesh: Mesh, precision: str) -> Optimizer:
+    """Clip by the global norm where asked for, then AdamW, or Muon for the matrices, at a rate of -1.
 
     The step applies the rate: a skipped step is not counted as an update here, but it does count for the rate.
     """
     settings = recipe.optimizer
     clip = optax.identity() if settings.clip is None else optax.clip_by_global_norm(settings.clip)
-    adam = optax.scale_by_adam(b1=settings.betas[0], b2=settings.betas[1], eps=settings.epsilon)
-    decays = {p.name: settings.decay == "all" or not p.is_vector for p in description.parameters}
-    decay = optax.add_decayed_weights(settings.weight_decay, decays)
+    matrices = [p for p in description.parameters if settings.kind == "muon" and p.role == "matrix"]
+    parts = [_adamw(recipe, [p for p in description.parameters if p not in matrices])]
+    if matrices:
+        dtype = DTYPES[muon.precision_of(precision)]
+        parts.append(_muon(recipe, Matrices(description, matrices, dtype, mesh)))
 
     def init(parameters: Tree) -> Slots:
-        return {slot: jax.tree.map(jnp.zeros_like, parameters) for slot in ("means", "squares")}
+        return _union(part.init(parameters) for part in parts)
 
     def update(gradients: Tree, parameters: Tree, slots: Slots, updates: Array) -> tuple[Tree, Slots]:
         gradients, _ = clip.update(gradients, clip.init(parameters))
-        before = optax.ScaleByAdamState(updates, slots["means"], slots["squares"])
-        direction, after = adam.update(gradients, before)
-        direction, _ = decay.update(direction, decay.init(parameters), parameters)
-        return direction, {"means": after.mu, "squares": after.nu}
+        directions, after = zip(*(part.update(gradients, parameters, slots, updates) for part in parts), strict=True)
+        return _union(directions), _union(after)
 
     return Optimizer(init, update)
 
 
 def learning_rate(recipe: Recipe) -> Callable[[Array], Array]:
-    """The rate of the step after a number of steps."""
-    peak, schedule, steps = recipe.optimizer.learning_rate, recipe.schedule, recipe.steps
+    """The rate of the step after a number of steps; with Muon, that of matrices."""
+    peak, schedule, steps = muon.peak_rates(recipe)["matrix"], recipe.schedule, recipe.steps
     return lambda step: peak * schedule.fraction(step, steps, jnp)
+
+
+def _adamw(recipe: Recipe, which: Sequence[Parameter]) -> Optimizer:
+    """For these parameters. Beside Muon each role has a rate of its own: here, its ratio to the matrices' rate."""
+    settings, rates = recipe.optimizer, muon.peak_rates(recipe)
+    adam = optax.scale_by_adam(b1=settings.betas[0], b2=settings.betas[1], eps=settings.epsilon)
+    decay = optax.add_decayed_weights(settings.weight_decay, {p.name: settings.decays(p.role) for p in which})
+    ratios = {p.name: rates[p.role] / rates["matrix"] for p in which}
+
+    def init(parameters: Tree) -> Slots:
+        return {slot: jax.tree.map(jnp.zeros_like, _only(which, parameters)) for slot in ("means", "squares")}
+
+    def update(gradients: Tree, parameters: Tree, slots: Slots, updates: Array) -> tuple[Tree, Slots]:
+        gradients, parameters = _only(which, gradients), _only(which, parameters)
+        before = optax.ScaleByAdamState(updates, slots["means"], slots["squares"])
+        direction, after = adam.update(gradients, before)
+        direction, _ = decay.update(direction, decay.init(parameters), parameters)
+        scaled = {name: by if ratios[name] == 1 else ratios[name] * by for name, by in direction.items()}
+        return scaled, {"means": after.mu, "squares": after.nu}
+
+    return Optimizer(init, update)
+
+
+def _muon(recipe: Recipe, matrices: Matrices) -> Optimizer:
+    """For the matrices: Nesterov momentum, made orthogonal."""
+    settings, which = recipe.optimizer, matrices.which
+
+    def init(parameters: Tree) -> Slots:
+        return {"momentum": jax.tree.map(jnp.zeros_like, _only(which, parameters))}
+
+    def update(gradients: Tree, parameters: Tree, slots: Slots, updates: Array) -> tuple[Tree, Slots]:
+        gradients, parameters = _only(which, gradients), _only(which, parameters)
+        count = updates.astype(next(iter(gradients.values())).dtype)
+        mix = partial(muon.mix, momentum=muon.momentum(settings, count))
+        means = jax.tree.map(mix, slots["momentum"], gradients)
+        direction = matrices.orthogonalise(jax.tree.map(mix, means, gradients))
+        decayed = partial(muon.decayed, decay=settings.weight_decay, cautious=settings.cautious)
+        return jax.tree.map(decayed, direction, parameters), {"momentum": means}
+
+    return Optimizer(init, update)
+
+
+def _only(which: Sequence[Parameter], tree: Tree) -> Tree:
+    return {p.name: tree[p.name] for p in which if p.name in tree}
+
+
+def _union(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}

@@ -1,6 +1,6 @@
 """A model's parameters as JAX keeps them: one array a name, layers stacked, the vocabulary padded."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
@@ -49,10 +49,15 @@ def padded_shape(parameter: Parameter, description: Description) -> tuple[int, .
     return tuple(sizes[axis] for axis in parameter.axes)
 
 
-def from_plain(arrays: Arrays, description: Description, dtype: Any) -> dict[str, Any]:
-    """Arrays as `Weights` has them, padded with zeros; refuses what does not fit the description."""
+def from_plain(
+    arrays: Arrays, description: Description, dtype: Any, names: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Arrays as `Weights` has them, of all parameters or of some, padded with zeros; refuses what does not fit the
+    description."""
     padded = {}
     for parameter in description.parameters:
+        if names is not None and parameter.name not in names:
+            continue
         array, shape = np.asarray(arrays[parameter.name]), description.shapes[parameter.name]
         if array.shape != shape:
             raise ValueError(f"{parameter.name} is {[*array.shape]}, and should be {[*shape]}")

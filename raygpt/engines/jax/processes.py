@@ -17,6 +17,7 @@ COUNT = "--xla_force_host_platform_device_count"
 THREADS = 16  # of XLA's pool for each device of a CPU. A device that waits for another in an all-reduce holds a thread;
 #               with one for each core, two all-reduces at once held them all, and the step never ended
 FEW = 2  # threads suffice where there are at most two of them at once; with more, products wait for threads
+MUON = 3  # more of them: one for each shape of matrix, which are queries, keys and values, and those of the MLP
 ASKED = "NPROC" in os.environ  # the user has set it
 
 
@@ -56,11 +57,11 @@ def set_up(recipe: Recipe | None = None) -> None:
     """Set up JAX for the engine of a recipe, or for a trained model: compiled programs are cached.
 
     `training.deterministic` excludes, on GPUs, sums without a fixed order and kernels chosen by timing. Copies of the
-    model on CPUs never run more than two collectives at once (test_step_counts.py).
+    model on CPUs never run more than `FEW` collectives at once, with Muon `MUON` more (test_step_counts.py).
     """
     devices = re.findall(rf"{COUNT}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if recipe and recipe.cluster.mesh.is_data_alone and devices and os.environ.get("JAX_PLATFORMS") == "cpu":
-        _have_threads(FEW * int(devices[-1]))
+        _have_threads((FEW + (MUON if recipe.optimizer.kind == "muon" else 0)) * int(devices[-1]))
     if recipe and recipe.training.deterministic:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_exclude_nondeterministic_ops=true"
     keep_compiled()

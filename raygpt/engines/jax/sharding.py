@@ -70,6 +70,37 @@ def constrain_residual(mesh: Mesh, x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, RESIDUAL))
 
 
+def spread_matrices(mesh: Mesh, cut: tuple[Any, Any], matrices: jax.Array) -> jax.Array:
+    """[matrices, rows, columns] whose rows and columns are cut along two axes of the mesh: each device gets some of the
+    matrices, whole. Their number must be a multiple of the devices'."""
+    return _constrain_in_turn(mesh, _ways(mesh, cut, matrices.shape), matrices)
+
+
+def unspread_matrices(mesh: Mesh, cut: tuple[Any, Any], matrices: jax.Array) -> jax.Array:
+    """The way back."""
+    return _constrain_in_turn(mesh, _ways(mesh, cut, matrices.shape)[::-1], matrices)
+
+
+def _ways(mesh: Mesh, cut: tuple[Any, Any], shape: tuple[int, ...]) -> list[P]:
+    """The shardings on the way. One step is a slice, each of the others an all-to-all along one axis: if they were
+    one, XLA would send all matrices to every device."""
+    _, rows, columns = _fitting(P(None, *cut), shape, mesh)
+    copies = tuple(axis for axis in AXES if axis not in (rows, columns))  # along which devices have the same
+    by_rows = (*copies, rows) if rows else copies
+    return [
+        P(None, rows, columns),
+        P(copies, rows, columns),
+        P(by_rows, None, columns),
+        P((*by_rows, columns) if columns else by_rows, None, None),
+    ]
+
+
+def _constrain_in_turn(mesh: Mesh, specs: Sequence[P], array: jax.Array) -> jax.Array:
+    for spec in specs:
+        array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+    return array
+
+
 def gather_tables(mesh: Mesh, description: Description, parameters: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Parameters with the token tables gathered over fsdp, as lookup and head need them.
 

@@ -195,7 +195,7 @@ def read_weights(folder: str, model: Model, vocab: int) -> Weights:
 def _arrays(reader: CheckpointReader, kind: str, model: Model, vocab: int) -> dict[str, Any]:
     tensors = {name: reader.read(f"{kind}/{name}") for name in reader.names(kind)}
     # A recipe may ask for raygpt's own implementation where transformers' wrote the checkpoint, e.g. for engine jax.
-    implementation = "raygpt" if "tokens.weight" in tensors else "huggingface"
+    implementation = "raygpt" if "tokens.weight" in reader.names(PARAMETERS) else "huggingface"
     return layout_of(implementation, describe(model, vocab)).arrays(tensors)
 
 

@@ -1,7 +1,7 @@
 """The PyTorch engine: a recipe's model on one device per process, trained, evaluated, sampled and saved."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from raygpt.engines.torch.devices import DTYPES, accurate, autocast, choose_devi
 from raygpt.engines.torch.loss import Objective
 from raygpt.engines.torch.memory import recompute
 from raygpt.engines.torch.model import GPT
-from raygpt.engines.torch.optimizer import SLOTS, make_optimizer
+from raygpt.engines.torch.optimizer import Optimizer
 from raygpt.engines.torch.parameters import Values
 from raygpt.engines.torch.sharding import (
     gather_tensor,
@@ -85,7 +85,8 @@ class TorchEngine:
         self.mesh = make_mesh(recipe, self.device)
         self.batch_rows = recipe.rows
         self._microbatches = Microbatches(recipe.rows, accumulation, self.mesh.dp_size)
-        self._layout = layout_of(recipe.model.implementation, describe(recipe.model, vocab))
+        self._description = describe(recipe.model, vocab)
+        self._layout = layout_of(recipe.model.implementation, self._description)
         self.precision = precision or choose_precision(recipe.model.precision, self.device)
         self._dtype = DTYPES[self.precision]
         self._param_dtype = accurate(self._dtype)
@@ -127,11 +128,12 @@ class TorchEngine:
     def load(self, weights: Weights) -> State:
         """A state with those parameters; slots that are not given are zero."""
         state = self._blank(weights.step)
-        given = {slot: arrays for slot, arrays in weights.slots.items() if slot in SLOTS}
+        zeros = {name: np.broadcast_to(0.0, shape) for name, shape in self._description.shapes.items()}
+        given = {slot: zeros | {**arrays} for slot, arrays in weights.slots.items() if slot in state.optimizer.slots}
         for kind, arrays in {PARAMETERS: weights.parameters, **given}.items():
             self._fill(state, kind, self._layout.values(arrays))
         if given:
-            state.set_updates(weights.step)
+            state.optimizer.set_updates(weights.step)
         return self._joined(state)
 
     def gather(self, state: State) -> Weights:
@@ -172,11 +174,12 @@ class TorchEngine:
         """The state that was saved in a folder, by any number of processes."""
         reader = open_checkpoint(folder, self.recipe.model.heads)
         state = self._blank(reader.index["step"])
-        for kind in (PARAMETERS, *SLOTS):
-            self._fill(state, kind, partial(reader.read_shard, kind))
+        self._fill(state, PARAMETERS, partial(reader.read_shard, PARAMETERS))
+        for slot in state.optimizer.slots:
+            self._fill(state, slot, partial(reader.read_shard, slot), reader.names(slot))
         for name, number in state.numbers().items():
             number.copy_(reader.read(name)[0])
-        state.set_updates(state.numbers()["updates"])
+        state.optimizer.set_updates(state.optimizer.updates)
         return self._joined(state)
 
     def _blank(self, step: int = 0) -> State:
@@ -193,7 +196,7 @@ class TorchEngine:
             torch.tensor(first, dtype=self._param_dtype, device=self.device), torch.tensor(0, device=self.device)
         )
         parameters = dict(objective.gpt.named_parameters())
-        optimizer = make_optimizer(self.recipe, parameters, self._layout.is_vector)
+        optimizer = Optimizer(self.recipe, parameters, self._layout.role, self.mesh, self.precision, self._compiles)
         spikes = Spikes(*(torch.tensor(0.0, device=self.device) for _ in Spikes._fields))
         return State(objective, objective, parameters, optimizer, step, scale, spikes)
 
@@ -205,10 +208,10 @@ class TorchEngine:
 
         return HuggingFaceGPT
 
-    def _fill(self, state: State, kind: str, values: Values) -> None:
-        """Set this process's shard of every tensor of a kind."""
+    def _fill(self, state: State, kind: str, values: Values, names: Collection[str] | None = None) -> None:
+        """Set this process's shard of every tensor of a kind, or of those with these names; the others stay zero."""
         for filled, name, tensor in state.tensors():
-            if filled == kind:
+            if filled == kind and (names is None or name in names):
                 local(tensor).copy_(values(name, shard_slices(tensor, self.mesh)))
 
     def _joined(self, state: State) -> State:

@@ -13,6 +13,7 @@ from raygpt.engines.padding import padded_vocab
 from raygpt.engines.torch.parameters import Slices, Values, draw_all
 from raygpt.interop import gpt2
 from raygpt.models import Description
+from raygpt.models.parameter import Role
 
 TABLES = (gpt2.TOP["tokens"], gpt2.TOP["head"])  # whose vocabulary is padded
 
@@ -23,9 +24,13 @@ class HuggingFaceLayout:
     def __init__(self, description: Description):
         self._description = description
 
-    def is_vector(self, name: str) -> bool:
-        """A gain or a bias."""
-        return name.endswith(".bias") or ".ln_" in name
+    def role(self, name: str) -> Role:
+        """By transformers' names."""
+        if name.endswith(".bias") or ".ln_" in name:
+            return "bias" if name.endswith(".bias") else "gain"
+        if name in (gpt2.TOP["tokens"], gpt2.TOP["positions"]):
+            return "embedding"
+        return "head" if name == gpt2.TOP["head"] else "matrix"
 
     def first_values(self, seed: int, device: torch.device) -> Values:
         """The numbers that raygpt's own model begins with."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from raygpt.engines.base import Arrays
 from raygpt.engines.padding import padded_vocab
 from raygpt.models import Description, Parameter, draws
+from raygpt.models.parameter import Role
 
 Slices = tuple[slice, ...]  # of a shard in the whole, by dimension
 Values = Callable[[str, Slices], Tensor]  # what a shard of the module's tensor of that name is set to
@@ -24,8 +25,8 @@ Values = Callable[[str, Slices], Tensor]  # what a shard of the module's tensor 
 class Layout(Protocol):
     """How the tensors of a model's modules hold the description's parameters."""
 
-    def is_vector(self, name: str) -> bool:
-        """Whether the module's tensor of that name is a gain or a bias."""
+    def role(self, name: str) -> Role:
+        """Of the module's tensor of that name."""
         ...
 
     def first_values(self, seed: int, device: torch.device) -> Values:
@@ -63,9 +64,9 @@ class OwnLayout:
         found = (self._description.by_name[ours] for ours in names if ours in self._description.by_name)
         return Place(next(found), layer)
 
-    def is_vector(self, name: str) -> bool:
-        """Whether it is a gain or a bias."""
-        return self.find(name).parameter.is_vector
+    def role(self, name: str) -> Role:
+        """That of the description's parameter."""
+        return self.find(name).parameter.role
 
     def first_values(self, seed: int, device: torch.device) -> Values:
         """Drawn on the device for each shard; padding is zero."""

@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from raygpt.engines.loss_scale import LossScale
 from raygpt.engines.spikes import Spikes
 from raygpt.engines.torch.loss import Objective
-from raygpt.engines.torch.optimizer import SLOTS
+from raygpt.engines.torch.optimizer import Optimizer
 
 PARAMETERS = "parameters"  # the kind of a tensor that is in no slot of the optimizer
 FIRST_SCALE = 2.0**16  # of a micro-batch's mean loss in fp16, as in PyTorch's GradScaler
@@ -22,7 +21,7 @@ class State:
     objective: Objective
     module: nn.Module  # what training calls: the objective, or its DDP wrapper
     parameters: dict[str, nn.Parameter]  # this process's shards; modules have full parameters while they compute
-    optimizer: torch.optim.AdamW
+    optimizer: Optimizer
     step: int
     scale: LossScale
     spikes: Spikes
@@ -31,16 +30,11 @@ class State:
         """(kind, name, tensor) of every parameter and of its slots; the kind is `parameters` or the slot's name."""
         for name, parameter in self.parameters.items():
             yield PARAMETERS, name, parameter.detach()
-            for slot, theirs in SLOTS.items():
-                yield slot, name, self.optimizer.state[parameter][theirs]
+            for slot, tensors in self.optimizer.slots.items():
+                if name in tensors:
+                    yield slot, name, tensors[name]
 
     def numbers(self) -> dict[str, Tensor]:
         """The other numbers on the device. Skipped steps are not counted as updates."""
-        updates = next(iter(self.optimizer.state.values()))["step"]
         scale = {"loss_scale": self.scale.factor, "good_steps": self.scale.good_steps}
-        return {"updates": updates, **scale, **self.spikes._asdict()}
-
-    def set_updates(self, count: Tensor | int) -> None:
-        """Set AdamW's step counts, which it uses for bias correction."""
-        for averages in self.optimizer.state.values():
-            averages["step"].fill_(count)
+        return {"updates": self.optimizer.updates, **scale, **self.spikes._asdict()}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from raygpt.config import Recipe
 from raygpt.engines.torch.dropout import dropout_keys
-from raygpt.engines.torch.optimizer import learning_rate, update
+from raygpt.engines.torch.optimizer import learning_rate
 from raygpt.engines.torch.sharding import Mesh, synchronised, total_norm
 from raygpt.engines.torch.state import State
 
@@ -62,7 +62,7 @@ def make_step(recipe: Recipe, mesh: Mesh, autocast: torch.autocast, scaled: bool
             left_out = left_out | is_spike if training.on_spike == "skip" else left_out
         lr = rate(state.step)
         shrink = torch.clamp(norm / clip, min=1) if clip else 1
-        update(state.optimizer, lr, scale * shrink, left_out.float())
+        state.optimizer.step(lr, scale * shrink, left_out.float())
         if scaled:
             state.scale = state.scale.after(finite, torch)
         state.step += 1

@@ -1,0 +1,89 @@
+"""What both engines share of Muon: momentum, the orthogonal matrix next to a direction, and the rule of the rates.
+
+Plain arithmetic on arrays of JAX or PyTorch. Each engine decides where a matrix is computed.
+"""
+
+from typing import Any
+
+from raygpt.config import Optimizer, Recipe
+from raygpt.models.parameter import Role
+
+FIRST_MOMENTUM = 0.85  # before the first step
+# a, b, c of the polynomials a·x + b·x³ + c·x⁵ that bring a matrix's singular values near 1, one after another. These
+# are Polar Express's (arXiv 2505.16932), the best five for values from 0.001 to 1; the result's are 0.86 to 1.14. With
+# five times Newton–Schulz's usual 3.4445, -4.775, 2.0315 they are 0.68 to 1.20, at the same cost.
+POLYNOMIALS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+SAFETY = 1.02  # the largest singular value must not round to more than 1
+
+REFERENCE_WIDTH = 768  # the sizes at which the rates are those of the recipe
+REFERENCE_BATCH_TOKENS = 32_768
+
+
+def peak_rates(recipe: Recipe) -> dict[Role, float]:
+    """The highest rate of each role.
+
+    With muon the recipe's rates are for a width of 768 and batches of 32,768 tokens. All of them are multiplied by
+    the root of the batch, as its gradient has that much less noise; AdamW's also by one over the root of the width. A
+    matrix's does not depend on the width: its update has singular values of 1, however large it is.
+    """
+    settings = recipe.optimizer
+    if settings.kind == "adamw":
+        return dict.fromkeys(("matrix", "embedding", "head", "gain", "bias"), settings.learning_rate)
+    batch = (recipe.training.batch_tokens / REFERENCE_BATCH_TOKENS) ** 0.5
+    adam = batch * (recipe.model.width / REFERENCE_WIDTH) ** -0.5
+    return {
+        "matrix": settings.learning_rate * batch,
+        "embedding": settings.embedding_rate * adam,
+        "head": settings.head_rate * adam,
+        "gain": settings.gain_rate * adam,
+        "bias": settings.gain_rate * adam,
+    }
+
+
+def precision_of(run: str) -> str:
+    """Of the products in a run of that precision. fp16's range ends at 6e-8, and squares of small values are less."""
+    return "fp32" if run == "fp16" else run
+
+
+def momentum(settings: Optimizer, updates: Any) -> Any:
+    """That of the update after `updates` others, an array of no axes: it rises in a line."""
+    first, warmup = min(FIRST_MOMENTUM, settings.momentum), max(1, settings.momentum_warmup)
+    share = (updates / warmup).clip(max=1) if settings.momentum_warmup else 1.0
+    return first + (settings.momentum - first) * share
+
+
+def mix(mean: Any, gradient: Any, momentum: Any) -> Any:
+    """The running mean of a gradient after it; and from that one, in the same way, Nesterov's direction."""
+    return momentum * mean + (1 - momentum) * gradient
+
+
+def orthogonalise(matrices: Any) -> Any:
+    """U·V of each matrix U·S·V [..., rows, columns], nearly, computed in its dtype.
+
+    Rows should not be more than columns: half of the products are of [rows, rows].
+    """
+    norms = (matrices * matrices).sum((-2, -1))[..., None, None] ** 0.5
+    x = matrices / (SAFETY * norms + 1e-6)
+    for a, b, c in POLYNOMIALS:
+        square = x @ x.mT
+        x = a * x + (b * square + c * (square @ square)) @ x
+    return x
+
+
+def shape_factor(fan_in: int, fan_out: int) -> float:
+    """What the orthogonal update of a matrix is multiplied by: with more outputs than inputs, each output's share of
+    it is smaller."""
+    return max(1.0, fan_out / fan_in) ** 0.5
+
+
+def decayed(update: Any, weight: Any, decay: float, cautious: bool) -> Any:
+    """A matrix's update with its weight decay; if that is cautious, only where both go the same way."""
+    if not decay:
+        return update
+    return update + decay * (weight * (update * weight > 0) if cautious else weight)
