@@ -72,15 +72,23 @@ def _products(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
     return out.split([len(kernel) for kernel in kernels], dim=-1)
 
 
-def rotations(positions: Tensor, model: Model, dtype: torch.dtype) -> Tensor:
+@torch.library.custom_op("raygpt::rotations", mutates_args=())
+def rotations(positions: Tensor, head: int, base: float, share: float, dtype: torch.dtype) -> Tensor:
     """cos and sin of the angles by which RoPE rotates the pairs of a head at positions [time] or [rows, time]:
-    [2, …, time, 1, head / 2]. Pairs beyond the share that rotates have angle 0."""
-    half = model.size_of_head // 2
-    pair = torch.arange(half, device=positions.device)
-    speeds = 1 / model.rope_base ** (pair.to(accurate(dtype)) / half)
-    speeds = speeds.where(pair < int(model.rope_share * half), 0)
-    angles = positions[..., None, None] * speeds
+    [2, …, time, 1, head / 2]. Pairs beyond the share that rotates have angle 0.
+
+    It is an operation of its own so that it is computed once: PyTorch's compiler would compute what comes of so few
+    numbers again in every kernel that needs it.
+    """
+    pair = torch.arange(head // 2, device=positions.device)
+    speeds = 1 / base ** (2 * pair.to(dtype) / head)
+    angles = positions[..., None, None] * speeds.where(pair < int(share * head / 2), 0)
     return torch.stack([angles.cos(), angles.sin()])
+
+
+@rotations.register_fake
+def _(positions: Tensor, head: int, base: float, share: float, dtype: torch.dtype) -> Tensor:
+    return positions.new_empty((2, *positions.shape, 1, head // 2), dtype=dtype)
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from raygpt.config import Model
 from raygpt.engines.base import Positions
 from raygpt.engines.padding import padded_vocab
 from raygpt.engines.torch.attention import Attention, Cache, Span, causal
+from raygpt.engines.torch.devices import accurate
 from raygpt.engines.torch.dropout import dropout
 from raygpt.engines.torch.layers import Gain, Norm, full, mlp, project, rotate, rotations
 from raygpt.models import Description, describe, value_table_of
@@ -117,8 +118,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         x = dropout(self._embed(ids, positions), None if keys is None else keys[0], self.model.dropout)
         x0 = x if self.model.x0_mixing else None
-        rotation = rotations(positions, self.model, self.dtype) if self.model.position == "rope" else None
-        values = self._embed_values(ids)
+        rotation, values = self._rotations(positions), self._embed_values(ids)
         for layer, block in enumerate(self.blocks):
             site_keys = None if keys is None else keys[2 * layer + 1 : 2 * layer + 3]
             x = block(x, site_keys, attentions[layer], x0, rotation, values.get(layer))
@@ -129,6 +129,12 @@ class GPT(nn.Module):
         x = x if self.positions is None else x + self.positions(positions)
         x = x if self.embedding_norm is None else self.embedding_norm(x)
         return x.to(self.dtype)
+
+    def _rotations(self, positions: Tensor) -> Tensor | None:
+        model = self.model
+        if model.position != "rope":
+            return None
+        return rotations(positions, model.size_of_head, model.rope_base, model.rope_share, accurate(self.dtype))
 
     def _embed_values(self, ids: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """The value embedding [rows, time, width] of each layer that has one, and its gain [1]."""
