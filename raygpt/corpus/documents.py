@@ -1,7 +1,8 @@
 """Reads documents from files: decompresses, decodes and splits them, a few megabytes at a time.
 
 In a text file a document longer than 4 MiB is split into pieces, so that memory stays bounded. It is split only where
-GPT-2's word pattern splits too, so the tokens are those of the unsplit text. A row of jsonl or parquet is one piece.
+the word patterns of GPT-2, Llama 3 and Qwen split too, so the tokens are those of the unsplit text. A row of jsonl or
+parquet is one piece.
 """
 
 import contextlib
@@ -181,7 +182,7 @@ def _bounded_lines(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _is_safe_cut(held: list[bytes], line: bytes) -> bool:
-    """Whether no word of GPT-2's pattern spans the held lines and this one.
+    """Whether no word of GPT-2's pattern, nor of Llama 3's and Qwen's, spans the held lines and this one.
 
     True where white space begins, and after a single newline between characters that are not white space.
     """
