@@ -110,9 +110,14 @@ if triton is not None:
         scale = tl.load(scales + token).to(tl.float32)
         lanes = tl.arange(0, tile)
         picked = _capped(tl.load(row + target).to(tl.float32), cap)  # before the reductions' barrier: the row changes
-        peak = tl.zeros([tile], tl.float32) + picked
+        # No capped logit exceeds the cap: as long as exp(-2 · cap) is a number, it stands for the highest one.
+        fixed: tl.constexpr = cap > 0 and cap <= 40
+        peak = tl.zeros([tile], tl.float32) + (cap if fixed else picked)
         total = tl.zeros([tile], tl.float32)
-        for start in range(0, main, tile * unroll):
+        for start in range(0, main if fixed else 0, tile):
+            x = _capped(tl.load(row + start + lanes).to(tl.float32), cap)
+            total += tl.exp2((x - cap) * log2e)
+        for start in range(0, 0 if fixed else main, tile * unroll):
             higher = peak
             for j in tl.static_range(unroll):
                 higher = tl.maximum(higher, _capped(tl.load(row + start + j * tile + lanes).to(tl.float32), cap))

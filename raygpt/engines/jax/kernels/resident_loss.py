@@ -25,7 +25,7 @@ UNROLL = 7  # tiles of an iteration: 0.80 ms instead of 0.92
 COPIED = 256  # lines, the most of one copy
 ROOM = 112 * 1024  # bytes of shared memory for a row, if two are to fit
 LOG2E = 1.4426950408889634
-SMALLEST = 1e-30  # smaller than any share: softcaps up to 34
+LARGEST_CAP = 40.0
 LOWEST = -1e30  # stands for a logit that is not there; unlike -inf, its differences are numbers
 
 
@@ -119,44 +119,55 @@ def _differentiate(
         along = [iota(jnp.int32, (count, COLUMNS), axis) for axis in (0, 1)]
         return (line + along[0]) * COLUMNS + along[1]
 
-    def capped(x: Array) -> Array:
-        return x if softcap is None else softcap * jnp.tanh(x * (1 / softcap))
+    def tanh(x: Array) -> Array | None:
+        return None if softcap is None else jnp.tanh(x * (1 / softcap))
 
-    def masked(line: int) -> Array:
-        return jnp.where(ids(line, 1) < vocab, capped(load(line, 1)), LOWEST)
+    def capped(x: Array, share: Array | None) -> Array:
+        return x if share is None or softcap is None else softcap * share
+
+    def slope(share: Array | None) -> Array | float:
+        """Of the soft-cap."""
+        return 1.0 if share is None else 1 - share * share
 
     def filled(value: float) -> Array:
         array = jnp.full((TILE, COLUMNS), value, F32)
         return mosaic.layout_cast(array, layout(TILE)) if laid_out else array
 
-    def exponentiate(line: Any, count: int, x: Array) -> Array:
-        shares = jnp.exp2(x * LOG2E - zero)
-        row[pl.ds(line, count)] = shares.astype(row.dtype)
-        return shares
+    def masked(line: int) -> Array:
+        return jnp.where(ids(line, 1) < vocab, load(line, 1), LOWEST)
+
+    def highest() -> Array:
+        top = jnp.max(_over(tiles, lambda line, peak: jnp.maximum(peak, load(line, TILE)), filled(LOWEST)))
+        for line in rest:
+            top = jnp.maximum(top, jnp.max(masked(line)))
+        return capped(top, tanh(top))  # the cap keeps the order
+
+    def exponentiate(line: Any, count: int) -> Array:
+        """Write what the gradient is in proportion to; give the exponentials."""
+        x = load(line, count)
+        share = tanh(x)
+        exponentials = jnp.exp2(capped(x, share) * LOG2E - zero)
+        if count == 1:
+            exponentials = jnp.where(ids(line, 1) < vocab, exponentials, 0.0)
+        row[pl.ds(line, count)] = (exponentials * slope(share)).astype(row.dtype)
+        return exponentials
 
     def finish(line: Any, count: int) -> None:
-        shares = load(line, count)
-        gradient = shares * scale
-        gradient = jnp.where(ids(line, count) == target, gradient - weight, gradient)
-        if softcap is not None:  # the logit is the logarithm of its share; no share that is not padding is zero
-            relative = (jnp.log2(jnp.maximum(shares, SMALLEST)) + zero) * (1 / (LOG2E * softcap))
-            gradient = gradient * (1 - relative * relative)
-        row[pl.ds(line, count)] = gradient.astype(row.dtype)
+        gradient = load(line, count) * scale
+        row[pl.ds(line, count)] = jnp.where(ids(line, count) == target, gradient - own, gradient).astype(row.dtype)
 
     def finish_tile(line: Any, nothing: Any) -> Any:
         finish(line, TILE)
         return nothing
 
-    picked = capped(row[lax.div(target, COLUMNS), lax.rem(target, COLUMNS)].astype(F32))
-    top = jnp.max(_over(tiles, lambda line, peak: jnp.maximum(peak, load(line, TILE)), filled(LOWEST)))
-    top = capped(top)  # the cap keeps the order
-    for line in rest:
-        top = jnp.maximum(top, jnp.max(masked(line)))
+    picked = row[lax.div(target, COLUMNS), lax.rem(target, COLUMNS)].astype(F32)
+    own, picked = weight * slope(tanh(picked)), capped(picked, tanh(picked))
+    # No capped logit exceeds the cap, so that it can stand for the highest one as long as exp(-2 · cap) is a number.
+    top = highest() if softcap is None or softcap > LARGEST_CAP else jnp.asarray(softcap, F32)
     zero = top * LOG2E
-    add = lambda line, sums: sums + exponentiate(line, TILE, capped(load(line, TILE)))  # noqa: E731
-    total = jnp.sum(_over(tiles, add, filled(0.0)))
+    total = jnp.sum(_over(tiles, lambda line, sums: sums + exponentiate(line, TILE), filled(0.0)))
     for line in rest:
-        total = total + jnp.sum(exponentiate(line, 1, masked(line)))
+        total = total + jnp.sum(exponentiate(line, 1))
     scale = weight / total
     _over(tiles, finish_tile, 0)
     for line in rest:
