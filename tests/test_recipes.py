@@ -17,7 +17,11 @@ RECIPES = [
     "gpt2-124m-openwebtext",
     "gpt2-124m-wikitext103",
     "gpt2-124m-wikitext103-smoke",
+    "modern-1.5b",
+    "modern-124m",
+    "modern-350m",
     "shakespeare-char",
+    "speedrun-124m",
     "tiny",
 ]
 
