@@ -4,26 +4,29 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-all test-engines test-rest test-wheel test-ray chaos lint format clean
+.PHONY: train test test-all test-without-ray test-with-ray test-wheel test-ray chaos lint format clean
 
 train: $(VENV)/installed ## the default recipe, on this machine's CPU
 	$(BIN)/raygpt train tiny
 
-# Every contract, verb and bad input at least once, in a quarter of an hour on two cores: those of the engines mostly
-# compile on one core, the others mostly wait for processes to start, so both at the same time.
+# Every contract, verb and bad input at least once, in ten minutes on two cores: two halves of about the same length at
+# the same time. One mostly compiles, on one core; the other, on the session's Ray cluster, mostly starts processes.
 CASES := not slow and not extended
 test: $(VENV)/installed-dev
-	$(MAKE) --jobs=2 --keep-going CASES='$(CASES)' test-engines test-rest
+	$(MAKE) --jobs=2 --keep-going CASES='$(CASES)' test-without-ray test-with-ray
 
 # And what repeats these on other engines, meshes and variants.
 test-all: CASES := not slow
 test-all: test
 
-test-engines:
-	$(BIN)/python -m pytest -m '$(CASES)' tests/engines
+WITHOUT_RAY := $(addprefix tests/,engines evaluation inference models show $(addsuffix .py,test_bench test_extending \
+	chaos/test_boundaries chaos/test_trust corpus/test_hugging_face corpus/test_order corpus/test_tokenizers \
+	interop/test_tokenizer_json training/test_loop training/test_tracking training/test_watchdog))
+test-without-ray:
+	$(BIN)/python -m pytest -m '$(CASES)' $(WITHOUT_RAY)
 
-test-rest:
-	$(BIN)/python -m pytest -m '$(CASES)' --ignore=tests/engines
+test-with-ray:
+	$(BIN)/python -m pytest -m '$(CASES)' $(addprefix --ignore=,$(WITHOUT_RAY))
 
 # What takes minutes: twenty kills for each engine, nodes that come and go. About three quarters of an hour in all.
 chaos: $(VENV)/installed-dev

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import typer
 
 from raygpt import cli
 from raygpt.recipes import load_recipe
+from raygpt.runs.lock import locked
 from raygpt.show.training import show_message
 from raygpt.training.events import StepLogged, Warned
+from raygpt.training.stopping import STOP_FILE
 
 
 @pytest.fixture
@@ -156,14 +159,13 @@ SMALL = ["model.layers=1", "model.heads=2", "model.width=16", "model.context=16"
 SHORT = [*SMALL, "training.steps=4", "training.batch_tokens=80", "training.log_every=2", "data.tokenizer=bytes"]
 
 
-def test_train_prints_every_derived_number_then_losses_a_sample_and_three_commands(ray_cluster, raygpt, text):
-    status, out, _ = raygpt("train", "tiny", f"data.source={text}", *SHORT)
-    assert status == 0
+def test_train_prints_every_derived_number_then_losses_a_sample_and_three_commands(trained_run):
+    out = (trained_run("jax").parent / "said.txt").read_text()
     for label in ("parameters", "corpus", "training", "compute", "run", "batch", "computing"):
         assert f"\n{label} " in f"\n{out}"
-    assert "4 steps × 5 rows × 16 tokens = 320 tokens" in " ".join(out.split())
-    assert re.search(r"batch 5 rows = \d+ rows over \d+ devices? × 1 accumulated", " ".join(out.split()))
-    assert re.search(r"step 2/4  loss \d+\.\d{4}  [\d,]+ tokens/s", out)
+    assert "20 steps × 4 rows × 32 tokens = 2,560 tokens" in " ".join(out.split())
+    assert re.search(r"batch 4 rows = \d+ rows over \d+ devices? × 1 accumulated", " ".join(out.split()))
+    assert re.search(r"step +5/20  loss \d+\.\d{4}  [\d,]+ tokens/s", out)
     start, end = re.search(r"validation loss (\S+) at the start, (\S+) at the end", out).groups()
     assert float(end) < float(start)
     *_, after = out.split("Try next:\n")
@@ -185,6 +187,15 @@ def test_where_output_is_for_a_program_trouble_is_told_beside_it(capsys):
     for event in (Warned("a save failed"), StepLogged(1, {"loss": 2.0})):
         show_message(event)
     assert capsys.readouterr() == ("", "warning: a save failed\n")
+
+
+def test_stop_asks_the_driver_of_a_run_and_refuses_where_there_is_none(raygpt, tmp_path):
+    with locked(str(tmp_path)):
+        status, out, _ = raygpt("stop", tmp_path)
+        assert status == 0
+        assert re.fullmatch(rf"asked .+, process {os.getpid()}, since .+ to stop; it saves after one of .+\n", out)
+        assert (tmp_path / STOP_FILE).exists()
+    assert fails(raygpt("stop", tmp_path)) == f"{tmp_path} is not being trained; there is nothing to stop"
 
 
 # Bad input: one line, status 1, nothing that looks whole

@@ -10,13 +10,12 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from conftest import also
 
 import raygpt
 from raygpt.runs import open_run
 
 pytest.importorskip("torch", reason="needs the extra torch")
-
-RUNS = ["jax", "torch", "transformers"]
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def expected(key):
     return {line["step"]: line[key] for line in lines if key in line}
 
 
-@pytest.mark.parametrize("old_run", RUNS, indirect=True)
+@pytest.mark.parametrize("old_run", ["jax", "torch", *also("transformers")], indirect=True)
 def test_a_run_goes_on_from_its_checkpoint_with_the_losses_that_it_would_have_had(old_run, ray_cluster):
     result = raygpt.train(f"{old_run}/recipe.yaml")
     assert result.error is None
@@ -46,7 +45,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_losses_that_it_would_have_ha
     assert open_run(old_run).val_losses[6] == pytest.approx(expected("val_loss")[6], rel=1e-6)
 
 
-@pytest.mark.parametrize("old_run", RUNS, indirect=True)
+@pytest.mark.parametrize("old_run", ["jax", "torch", "transformers"], indirect=True)
 def test_a_run_is_evaluated_exported_and_imported(old_run, raygpt, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, err = raygpt("eval", old_run, "--step", "3", "--json")
@@ -56,7 +55,7 @@ def test_a_run_is_evaluated_exported_and_imported(old_run, raygpt, tmp_path, mon
     assert raygpt("import", "exported", "runs/again")[0] == 0
 
 
-@pytest.mark.parametrize("old_run", ["jax", "torch"], indirect=True)
+@pytest.mark.parametrize("old_run", ["jax", *also("torch")], indirect=True)
 def test_a_run_is_what_one_of_the_other_engine_starts_from(old_run, ray_cluster):
     other = {"runs/jax": "torch", "runs/torch": "jax"}[old_run]
     changes = {"engine": other, "run.name": "fork", "run.start_from": old_run, "cluster.workers": 1}

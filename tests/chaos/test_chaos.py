@@ -82,9 +82,14 @@ def check_cost(result, kills):
     assert all(0 <= repeated < 2 * EVERY for repeated in result.steps_repeated), result
 
 
-@pytest.mark.parametrize(("engine", "where"), [pytest.param("jax", "folder", marks=pytest.mark.slow), ("torch", "s3")])
-def test_three_kills_leave_no_trace_in_the_numbers(survive, engine, where):
-    check(*survive(engine, 3, 30, where), kills=3, steps=30)  # pytest -m slow counts what they cost
+def test_two_kills_one_of_them_in_a_save_to_s3_leave_no_trace_in_the_numbers(survive):
+    faults = ("kill@8", "kill@10:1:save")
+    check(*survive("torch", kills=0, steps=20, where="s3", faults=faults), kills=2, steps=20)
+
+
+@pytest.mark.slow
+def test_three_kills_leave_no_trace_in_the_numbers(survive):
+    check(*survive("jax", kills=3, steps=30), kills=3, steps=30)
 
 
 @pytest.mark.slow

@@ -509,9 +509,9 @@ def test_a_damaged_plan_is_named(tmp_path: Path) -> None:
 GATED = """
 import time
 from raygpt import cli
-from raygpt.corpus import pipeline
+from raygpt.corpus import pipeline, prepare
 
-real = pipeline._tokenise
+real, prepare.part_bytes = pipeline._tokenise, lambda source: 1  # each file is a unit
 
 def tokenise(row, **options):
     while row["unit"] == 3:  # the last; only one, or it would keep the others from a core
@@ -524,14 +524,13 @@ cli.main()
 
 
 @pytest.fixture
-def killed(shared_data: Path, tmp_path: Path) -> tuple[Path, Path]:
+def killed(tmp_path: Path) -> tuple[Path, Path]:
     """A source, and the folder of a `raygpt prepare` that was killed when the last of four units was missing."""
-    documents = articles(shared_data / "enwiki2014" / "val.txt.xz")
-    for number in range(8):
-        text_file(tmp_path / "texts" / f"{number:02}.txt", [f"{number} {text}" for text in documents])
+    for number in range(4):
+        text_file(tmp_path / "texts" / f"{number}.txt", [words(100 * number + seed, 50) for seed in range(100)])
     folder = tmp_path / "killed"
     root = str(Path(sys.modules["raygpt"].__file__ or "").parents[1])
-    command = [sys.executable, "-c", GATED, "prepare", str(tmp_path / "texts"), "--out", str(folder)]
+    command = [sys.executable, "-c", GATED, "prepare", str(tmp_path / "texts"), "--out", str(folder), "--val", "0.2"]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
             command, env=os.environ | {"PYTHONPATH": root}, stdout=log, stderr=log, start_new_session=True
@@ -546,13 +545,16 @@ def killed(shared_data: Path, tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "texts", folder
 
 
-def test_a_prepare_that_was_killed_continues_where_it_stopped(killed: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_prepare_that_was_killed_continues_where_it_stopped(
+    killed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raygpt.corpus.prepare.part_bytes", lambda source: 1)
     source, folder = killed
     before, found = times(folder), contents(folder)
     assert "index.json" not in found
-    (folder / ".train-00005-00000.tokens.0123abcd.tmp").write_bytes(b"half a shard")  # as a killed writer leaves it
-    store = prepare(str(source), str(folder), "gpt2")
-    prepare(str(source), str(tmp_path / "whole"), "gpt2")
+    (folder / ".train-00003-00000.tokens.0123abcd.tmp").write_bytes(b"half a shard")  # as a killed writer leaves it
+    store = prepare(str(source), str(folder), "gpt2", val=0.2)
+    prepare(str(source), str(tmp_path / "whole"), "gpt2", val=0.2)
     whole = contents(tmp_path / "whole")
     assert contents(folder) == whole
     shards = {name for name in found if name.endswith(".tokens")}
@@ -561,9 +563,10 @@ def test_a_prepare_that_was_killed_continues_where_it_stopped(killed: tuple[Path
     assert all(found[name] == whole[name] for name in shards)  # none was half a shard
     after = times(folder)
     assert {name: after[name] for name in shards} == {name: before[name] for name in shards}
-    assert store.index.documents == 8 * 863
+    assert store.index.documents == 4 * 100
 
 
+@pytest.mark.extended  # test_cli.py has it for the command in this process
 def test_the_command_says_what_is_wrong_in_one_line_and_ends_with_1(tmp_path: Path) -> None:
     path = tmp_path / "x.txt"
     path.write_bytes(b"fine\n\xff\n")

@@ -272,7 +272,7 @@ def assert_plain_mean(engine, windows):
     assert_same(gradients, right, rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("mesh", [None, "data=2,fsdp=2,tensor=2", "data=4,context=2"])
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", *also(None, "data=4,context=2")])
 def test_tokens_count_by_their_weights(mesh):
     weights = np.random.default_rng(2).integers(0, 3, (ROWS, CONTEXT)).astype(float)  # a third counts for nothing
     with jax.enable_x64(True):

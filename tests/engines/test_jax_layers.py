@@ -30,7 +30,7 @@ def lowered(how, remat):
         "training": {"batch_tokens": ROWS * CONTEXT, "compile": how, "remat": remat},
     }
     engine = JaxEngine(load_recipe("tiny", settings), VOCAB, devices=jax.devices()[:1], precision="fp64")
-    return engine, engine._step.lower(engine.start(), engine.put(WINDOWS[0]))
+    return engine, engine._step.lower(engine._shapes, engine.put(WINDOWS[0]))
 
 
 @cache

@@ -108,25 +108,23 @@ def test_a_checkpoint_is_read_without_the_mesh_that_wrote_it(tmp_path, mesh):
     assert {type(array) for array in weights.slots["means"].values()} == {np.ndarray}
 
 
-def test_a_save_holds_the_state_that_it_was_begun_with_while_training_goes_on(tmp_path):
-    engine = make_engine(MESH)
-    engine._saver.reserve(engine.start())  # as on a GPU, whose pinned memory takes a while to make
-    state, _ = train(engine, engine.start(), WINDOWS[:2])
-    expected = engine.gather(state)
+def test_a_save_holds_the_state_that_it_was_begun_with_while_training_goes_on(trained, tmp_path):
+    engine, state, expected, _ = trained
+    state = jax.tree.map(lambda leaf: leaf.copy(), state)
+    engine._saver.reserve(state)  # as on a GPU, whose pinned memory takes a while to make
     engine.save(state, str(tmp_path / "state"))
     train(engine, state, WINDOWS[2:])  # the state's memory is used again
     engine.wait_for_save()
     assert_equal(read_weights(str(tmp_path / "state"), engine.recipe.model, VOCAB), expected)
 
 
-def test_of_what_several_devices_hold_each_saves_a_part(tmp_path):
-    engine = make_engine({"data": 4, "fsdp": 2})
-    state, _ = train(engine, engine.start(), WINDOWS[:1])
+def test_of_what_several_devices_hold_each_saves_a_part(trained, tmp_path):
+    engine, state, expected, _ = trained
     engine.save(state, str(tmp_path / "state"))
     held, copied = (
         sum(shard.data.nbytes for array in jax.tree.leaves(tree) for shard in array.addressable_shards)
         for tree in (state.parameters, engine._saver._copy.parameters)
     )
     engine.wait_for_save()
-    assert_equal(read_weights(str(tmp_path / "state"), engine.recipe.model, VOCAB), engine.gather(state))
-    assert copied <= 1.05 * held / 4  # once, but for what eight does not divide
+    assert_equal(read_weights(str(tmp_path / "state"), engine.recipe.model, VOCAB), expected)
+    assert copied <= 1.05 * held / MESH["data"]  # once, but for what eight does not divide

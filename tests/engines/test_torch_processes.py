@@ -5,6 +5,7 @@ import multiprocessing
 import pickle
 import socket
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from raygpt.errors import RaygptError  # noqa: E402
 from raygpt.inference.sampling import sample  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
 
-STEPS, ROWS, CONTEXT, VOCAB = 20, 12, 16, 100
+STEPS, ROWS, CONTEXT, VOCAB = 10, 12, 16, 100
 HALF = STEPS // 2
 WINDOWS = np.random.default_rng(0).integers(0, VOCAB, (STEPS, ROWS, CONTEXT + 1)).astype(np.int32)
 TARGET_WEIGHTS = np.random.default_rng(1).uniform(0, 1, (3, ROWS, CONTEXT)) * np.arange(ROWS)[:, None]
@@ -83,9 +84,14 @@ def together(work, processes, folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    jobs = [(rank, address, processes, work, str(folder)) for rank in range(processes)]
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(_joined, *zip(*jobs, strict=True)))
+    jobs = [_process(rank).submit(_joined, rank, address, processes, work, str(folder)) for rank in range(processes)]
+    return [job.result() for job in jobs]
+
+
+@cache
+def _process(rank):
+    """Started once for all tests: the imports of one take 4 s."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 def _joined(rank, address, processes, work, folder):
@@ -239,6 +245,7 @@ def poisoned():
 
 def compiled(mesh, **sizes):
     """The first steps, the number of graphs and what cut them."""
+    torch._dynamo.reset()  # of what this process has compiled before
     counters = torch._dynamo.utils.counters
     counters.clear()
     torch._dynamo.reset()  # else the sizes of another model would make these ones variables

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the extra torch")
 
 import torch.distributed as dist  # noqa: E402
+from conftest import also  # noqa: E402
 from test_torch_processes import (  # noqa: E402
     CONTEXT,
     HALF,
@@ -214,8 +215,9 @@ def test_with_shares_and_with_copies_the_numbers_are_the_same(four, alone):
     assert_same_results(four[3]["modern"][1], after)
 
 
-@pytest.mark.parametrize(("mesh", "files"), [("tensor=2", 2), ("four", 4)])
-def test_a_checkpoint_in_parts_is_read_as_plain_arrays(mesh, files, four, folder):
+@pytest.mark.parametrize(("mesh", "saved_by", "files"), [("tensor=2", "two", 2), *also(("four", "four", 4))])
+def test_a_checkpoint_in_parts_is_read_as_plain_arrays(mesh, saved_by, files, request, folder):
+    request.getfixturevalue(saved_by)
     assert len(list((folder / mesh).glob("share-*"))) == files
     engine = make_engine()
     right = engine.gather(engine.restore(str(folder / "alone")))

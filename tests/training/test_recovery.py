@@ -111,6 +111,7 @@ def test_a_fault_that_comes_back_at_its_step_ends_the_run_with_that_diagnosis(ra
     assert [step for step, _ in losses(result.path)][:6] == list(range(1, 7))  # the last may be missing
 
 
+@pytest.mark.extended  # test_faults_judged.py has the limit
 def test_no_restarts_are_made_where_none_are_allowed(ray_cluster, recipe, monkeypatch):
     monkeypatch.setenv(VARIABLE, "raise@3")
     result = raygpt.train("tiny", **recipe, **{"run.name": "once", "cluster.max_faults": 0})

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from conftest import also
 
 from raygpt.corpus.feed import Feed, rows_of_worker
 from raygpt.corpus.prepare import prepare
@@ -47,7 +46,8 @@ def train_on_workers(feed, workers, rows_of, folder):
     return {rank: np.load(f"{folder}/{rank}.npz") for rank in range(workers)}
 
 
-@pytest.mark.parametrize("rows_of", [rows_of_worker, *also(every_row)], ids=["shared out", "the same to all"])
+@pytest.mark.extended  # test_function.py has workers that share the rows
+@pytest.mark.parametrize("rows_of", [rows_of_worker, every_row], ids=["shared out", "the same to all"])
 def test_each_rank_gets_its_rows_of_each_batch_in_order(feed, tmp_path, rows_of):
     got = train_on_workers(feed, 2, rows_of, str(tmp_path))
     for rank, arrays in got.items():

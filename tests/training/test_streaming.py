@@ -5,12 +5,16 @@ import threading
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from raygpt import storage
 from raygpt.corpus import pipeline, prepare
+from raygpt.corpus.feed import val_windows
 from raygpt.corpus.mixture import growing_text
 from raygpt.corpus.store import is_complete
+from raygpt.engines.jax.engine import JaxEngine
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
@@ -76,6 +80,55 @@ def train(recipe, watch=lambda event: None):
 
 
 def test_training_begins_before_the_corpus_is_tokenised_and_is_what_it_would_have_been(home, gate):
+    run = launch.prepare_run(recipe(home, "streamed", 30))
+    assert run.plan.train_tokens is None
+    assert dict(run.plan.lines())["corpus"] == "tokenised while it trains, 441 to validate"
+    was_whole, waits = [], []
+
+    def watch(event):
+        if isinstance(event, StepLogged):
+            waits.append(event.values["data_wait_s"])
+            if event.step == 25:
+                was_whole.append(is_complete(store_of(home)))
+                gate.touch()
+
+    streamed = launch.train(run, watch)
+    assert streamed.error is None
+    assert was_whole == [False]
+    assert max(waits) > 0.02  # for the second unit, which batch 25 needs
+    marker = json.loads(Path(checkpoints.folder_of(streamed.path, 30), "checkpoint.json").read_text())
+    assert marker["data"] == [run.corpus.stores[0].index.fingerprint]
+
+    alone = {"cluster.workers": 1}
+    whole = launch.prepare_run(recipe(home, "streamed", 35, **alone))  # finishes the store if training did not need it
+    assert is_complete(store_of(home))
+    assert whole.plan.train_tokens == len(whole.corpus.stores[0].train)
+    assert marker["data"] == [whole.corpus.stores[0].index.fingerprint]
+    resumed, expected = losses(launch.train(whole)), losses_of_one_device(whole)
+    assert sorted(resumed) == sorted(expected)
+    assert resumed == pytest.approx(expected, rel=1e-4)
+
+
+def losses_of_one_device(run):
+    """Of the same recipe in a plain loop over its whole corpus."""
+    engine = JaxEngine(run.recipe, run.corpus.tokenizer.vocab, devices=jax.devices()[:1])
+    context, rows, training = run.recipe.model.context, run.recipe.rows, run.recipe.training
+    feed = run.corpus.feed(context=context, batch_rows=rows, order="sequential", seed=training.seed)
+    state, found = engine.start(), {}
+    for step in range(training.steps + 1):
+        if step:
+            state, metrics = engine.step(state, engine.put(feed.rows(step - 1)))
+            found[step, "loss"] = engine.read(metrics)["loss"]
+        if step % 10 == 0 or step == training.steps:
+            scores = [
+                engine.window_losses(state, some) for some in val_windows([run.corpus.stores[0].val], context, rows)
+            ]
+            found[step, "val_loss"] = float(np.concatenate(scores).mean())
+    return found
+
+
+@pytest.mark.extended
+def test_to_the_bit(home, gate):
     run = launch.prepare_run(recipe(home, "streamed", 40))
     assert run.plan.train_tokens is None
     assert dict(run.plan.lines())["corpus"] == "tokenised while it trains, 441 to validate"

@@ -47,11 +47,19 @@ def straight(train):
     return train("straight", 20, **{"cluster.runtime_env": {"env_vars": {"HF_TOKEN": SECRET}}})
 
 
-@pytest.fixture(scope="module")
-def stopped(train):
-    """A run that was stopped after 10 steps, copied for everyone who goes on with it under a name."""
-    ten = Path(train("ten", 10).path)
-    return lambda name: shutil.copytree(ten, ten.with_name(name))
+@pytest.fixture
+def stopped(straight):
+    """Make a run under a name: what there would be of the other if it had been killed after 10 steps."""
+
+    def make(name):
+        run = shutil.copytree(straight.path, Path(straight.path).with_name(name))
+        lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (run / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 10))
+        (run / "result.json").unlink()
+        for step in (15, 20):
+            shutil.rmtree(checkpoints.folder_of(str(run), step))
+
+    return make
 
 
 def metrics(result):
@@ -243,6 +251,6 @@ def test_secrets_are_not_written_into_a_run(straight):
 
 
 def test_an_error_in_a_worker_is_in_the_result(train):
-    result = train("broken", 5, **{"cluster.mesh": {"data": 3, "fsdp": 5}})
+    result = train("broken", 5, **{"cluster.workers": 1, "cluster.mesh": {"data": 3, "fsdp": 5}})
     assert isinstance(result.error, RaygptError)
     assert "does not multiply to the" in str(result.error)
