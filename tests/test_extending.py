@@ -23,8 +23,8 @@ from raygpt.recipes import load_recipe
 
 windows = np.random.default_rng(0).integers(0, 100, (5, 4, 17)).astype(np.int32)
 losses = {}
-for engine, activation in (("jax", "relu2"), ("torch", "relu2"), ("torch", "gelu")):
-    model = {"layers": 1, "heads": 2, "width": 32, "context": 16, "activation": activation}
+for engine, mlp in (("jax", "geglu"), ("torch", "geglu"), ("torch", "swiglu")):
+    model = {"layers": 1, "heads": 2, "width": 32, "context": 16, "mlp": mlp}
     recipe = load_recipe("tiny", {"engine": engine, "model": model, "training.batch_tokens": 64,
                                   "optimizer.learning_rate": 0.01, "schedule.warmup_steps": 0})
     computes = engine_of(engine).Engine(recipe, 100)
@@ -32,7 +32,7 @@ for engine, activation in (("jax", "relu2"), ("torch", "relu2"), ("torch", "gelu
     for batch in windows:
         state, metrics = computes.step(state, computes.put(batch))
         found.append(computes.read(metrics)["loss"])
-    losses[f"{engine} {activation}"] = found
+    losses[f"{engine} {mlp}"] = found
 print(json.dumps(losses))
 """
 
@@ -50,5 +50,5 @@ def test_the_worked_example_gives_the_same_losses_on_both_engines(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     losses = json.loads(done.stdout.splitlines()[-1])
-    assert losses["jax relu2"] == pytest.approx(losses["torch relu2"], rel=1e-5)
-    assert losses["torch relu2"][-1] != pytest.approx(losses["torch gelu"][-1], rel=1e-4), "another model"
+    assert losses["jax geglu"] == pytest.approx(losses["torch geglu"], rel=1e-5)
+    assert losses["torch geglu"][-1] != pytest.approx(losses["torch swiglu"][-1], rel=1e-4), "another model"

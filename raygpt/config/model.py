@@ -33,6 +33,7 @@ PRESETS |= {
 }
 SIZES = ("layers", "heads", "width")  # which a depth sets
 HEAD, WIDTH_PER_LAYER = 128, 64  # of a model that is chosen by its depth
+GATED = ("swiglu",)
 HIDDEN_MULTIPLE = 128  # of swiglu's hidden layer: matrix units need multiples
 
 
@@ -120,8 +121,13 @@ class Model(Part):
 
     @property
     def size_of_hidden(self) -> int:
-        wide = -(-8 * self.width // (3 * HIDDEN_MULTIPLE)) * HIDDEN_MULTIPLE if self.mlp == "swiglu" else 4 * self.width
-        return self.hidden or wide
+        gated = -(-8 * self.width // (3 * HIDDEN_MULTIPLE)) * HIDDEN_MULTIPLE
+        return self.hidden or (gated if self.has_gate else 4 * self.width)
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether the MLP's hidden layer is multiplied by a second one, its gate."""
+        return self.mlp in GATED
 
     @property
     def not_gpt2(self) -> dict[str, Any]:

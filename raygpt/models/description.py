@@ -98,7 +98,7 @@ def _parameters(model: Model, sizes: Mapping[str, int]) -> Iterator[Parameter]:
         yield from _norm("blocks.key_norm", "head", model)
     yield from linear("blocks.out", ("heads", "head"), ("width",), to_residual=True)
     yield from _norm("blocks.norm2", "width", model)
-    if model.mlp == "swiglu":
+    if model.has_gate:
         yield from linear("blocks.gate", ("width",), ("hidden",))
     yield from linear("blocks.up", ("width",), ("hidden",))
     yield from linear("blocks.down", ("hidden",), ("width",), to_residual=True)

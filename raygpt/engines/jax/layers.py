@@ -117,13 +117,19 @@ def place(parameters: Parameters, name: str, x: Array, model: Model, rotation: R
 
 def mlp(parameters: Parameters, x: Array, model: Model) -> Array:
     """To the hidden layer [rows, time, hidden], its activation, and back."""
-    up = linear(parameters, "up", x)
-    if model.mlp == "swiglu":
-        hidden = recompute_elementwise(lambda gate, up: jax.nn.silu(gate) * up)(linear(parameters, "gate", x), up)
+    up, activate = linear(parameters, "up", x), ACTIVATIONS[model.mlp]
+    if model.has_gate:
+        hidden = recompute_elementwise(lambda gate, up: activate(gate) * up)(linear(parameters, "gate", x), up)
     else:
-        activate = {"gelu": jax.nn.gelu, "relu2": lambda x: jnp.square(jax.nn.relu(x))}[model.mlp]  # GELU by tanh
         hidden = recompute_elementwise(activate)(up)
     return linear(parameters, "down", hidden)
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {  # by `model.mlp`
+    "gelu": jax.nn.gelu,  # by tanh, as GPT-2's
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "swiglu": jax.nn.silu,  # of the gate
+}
 
 
 def dropout(x: Array, keys: Array | None, site: Array | int, rate: float) -> Array:

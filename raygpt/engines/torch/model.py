@@ -35,7 +35,7 @@ class Block(nn.Module):
         self.query_norm, self.key_norm = (Norm(self.head, model) if model.qk_norm else None for _ in range(2))
         self.out = nn.Linear(queries, width, bias)
         self.norm2 = Norm(width, model)
-        self.gate = nn.Linear(width, hidden, bias) if model.mlp == "swiglu" else None
+        self.gate = nn.Linear(width, hidden, bias) if model.has_gate else None
         self.up = nn.Linear(width, hidden, bias)
         self.down = nn.Linear(hidden, width, bias)
 
