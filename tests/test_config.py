@@ -456,6 +456,14 @@ BAD_COMBINATIONS = [
     ),
     ({"cluster.mesh.tensor": 3}, "cluster.mesh.tensor: 3 does not divide model.heads 4; write 1"),
     (
+        {"cluster.mesh.tensor": 4, "model.kv_heads": 2},
+        "cluster.mesh.tensor: 4 does not divide model.kv_heads 2; write 2",
+    ),
+    (
+        {"cluster.mesh.tensor": 4, "model.hidden": 50},
+        "cluster.mesh.tensor: 4 does not divide model.hidden 50; write 2",
+    ),
+    (
         {"cluster.mesh.context": 24},
         "cluster.mesh.context: 24 does not divide model.context 128; write 8",
     ),

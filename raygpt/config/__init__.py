@@ -129,6 +129,7 @@ class Recipe(Part):
         for axis, size, key, whole in (
             ("tensor", mesh.tensor, "heads", model.heads),
             ("tensor", mesh.tensor, "kv_heads", model.key_heads),
+            ("tensor", mesh.tensor, "hidden", model.size_of_hidden),
             ("context", mesh.context, "context", model.context),
         ):
             if size > 0 and whole % size:

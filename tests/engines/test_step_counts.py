@@ -17,8 +17,8 @@ ROWS, CONTEXT, VOCAB = 2, 16, 100
 WINDOWS = np.random.default_rng(0).integers(0, VOCAB, (3, ROWS, CONTEXT + 1)).astype(np.int32)
 
 
-def recipe(engine, layers, how="unrolled"):
-    sizes = {"layers": layers, "heads": 4, "width": 256, "context": CONTEXT, "dropout": 0.0}
+def recipe(engine, layers, how="unrolled", **model):
+    sizes = {"layers": layers, "heads": 4, "width": 256, "context": CONTEXT, "dropout": 0.0, **model}
     training = {"steps": 10, "batch_tokens": ROWS * CONTEXT, "compile": how if engine == "jax" else "off"}
     return load_recipe("tiny", {"engine": engine, "model": sizes, "training": training, "schedule.warmup_steps": 0})
 
@@ -121,7 +121,7 @@ def test_copies_of_the_model_on_cpus_exchange_two_things_at_most(how):
 # PyTorch
 
 
-def operations(layers):
+def operations(layers, **model):
     """Operations that a step dispatches, forward, backward and update."""
     pytest.importorskip("torch", reason="needs the extra torch")
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -135,7 +135,7 @@ def operations(layers):
             found[function.name().removeprefix("aten::").split(".")[0]] += 1
             return function(*args, **(kwargs or {}))
 
-    engine = TorchEngine(recipe("torch", layers), VOCAB, device="cpu")
+    engine = TorchEngine(recipe("torch", layers, **model), VOCAB, device="cpu")
     state, batch = engine.start(), engine.put(WINDOWS[0])
     state, _ = engine.step(state, batch)
     with Counting():
@@ -152,3 +152,10 @@ def test_a_torch_step_waits_for_no_number_and_updates_all_parameters_at_once():
     attention = [name for name in two if "scaled_dot_product" in name]
     assert all(two[name] - one[name] == 1 for name in attention)
     assert len(attention) == 2  # forward and backward, fused
+
+
+def test_a_modern_layer_has_one_product_for_gate_and_up_and_all_layers_share_one_rotation():
+    one, two = (operations(layers, preset="qwen3", kv_heads=2) for layers in (1, 2))
+    assert two["mm"] - one["mm"] == 3 * 4  # Q/K/V together, out, gate and up together, down
+    assert one["raygpt::rotations"] == two["raygpt::rotations"] == 1
+    assert all(two[name] - one[name] == 1 for name in two if "scaled_dot_product" in name)

@@ -56,6 +56,30 @@ def test_compiled_bf16_is_the_cpus_fp32_but_for_rounding(settings, on_cpu):
     assert sample(engine, state, WINDOWS[0, :2, :3], 8).shape == (2, 8)
 
 
+MODERN = {
+    "preset": "qwen3",
+    "layers": 3,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_size": 64,
+    "width": 128,
+    "softcap": 5.0,
+    "embedding_norm": True,
+    "value_embeddings": 1,
+    "x0_mixing": True,
+    "init": "xavier",
+    "dropout": 0.0,
+}
+
+
+@pytest.mark.parametrize("settings", [{"mlp": "swiglu"}, {"mlp": "relu2", "remat": "products"}])
+def test_a_modern_model_compiled_in_bf16_is_the_cpus_fp32_but_for_rounding(settings):
+    on_cpu, on_gpu = (make_engine(device, **MODERN, **settings) for device in ("cpu", "cuda"))
+    losses, state = train(on_gpu, on_gpu.start())
+    np.testing.assert_allclose(losses, train(on_cpu, on_cpu.start())[0], rtol=5e-3)
+    assert sample(on_gpu, state, WINDOWS[0, :2, :3], 8).shape == (2, 8)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_other_precisions_agree_too(precision, on_cpu):
     engine = make_engine(precision=precision, compile="off")

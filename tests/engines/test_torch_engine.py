@@ -223,6 +223,19 @@ def test_half_precision_computes_but_parameters_averages_and_losses_are_fp32(pre
     assert len(set(scores.tolist())) == ROWS  # bf16 would tell numbers around 4.6 apart in steps of 0.03
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_modern_model_in_half_precision_has_the_same_losses_but_for_rounding(precision):
+    everything = {"kv_heads": 2, "head_size": 16, "embedding_norm": True, "value_embeddings": 1, "x0_mixing": True}
+    sizes = {"preset": "qwen3", "heads": 4, "width": 32, "softcap": 5.0, "init": "xavier", **everything}
+    right, found = (make_engine(2, precision=each, **sizes) for each in ("fp32", precision))
+    numbers, state = train(found, found.start())
+    np.testing.assert_allclose(numbers, train(right, right.start())[0], rtol=2e-2)
+    assert {tensor.dtype for _, _, tensor in state.tensors()} == {torch.float32}
+    at_once, _ = found.prefill(state, WINDOWS[0, :3, :6])
+    _, cache = found.prefill(state, WINDOWS[0, :3, :5])
+    np.testing.assert_allclose(found.decode(state, WINDOWS[0, :3, 5:6], 5, cache)[0], at_once, atol=0.05)
+
+
 def poisoned(engine, state):
     """The state with one parameter that is not a number."""
     weights = engine.gather(state)

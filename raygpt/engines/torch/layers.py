@@ -47,7 +47,10 @@ class Norm(nn.Module):
 def full(parameter: Tensor) -> Tensor:
     """A parameter in full where `tensor` shards or copies it. Gradients are summed: each process's are of its own heads
     or tokens."""
-    return parameter.full_tensor(grad_placements=[Partial()]) if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    # not full_tensor(), which PyTorch 2.11's compiler cannot trace
+    return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def project(x: Tensor, layers: Sequence[nn.Linear], head: int) -> list[Tensor]:
