@@ -1,7 +1,9 @@
 """Our tokenizers as Hugging Face's read them: the same ids, and the way back."""
 
+import itertools
 import json
 import unicodedata
+from string import ascii_lowercase
 
 import numpy as np
 import pytest
@@ -173,25 +175,24 @@ def test_a_token_that_a_text_can_hold_has_bytes():
 
 
 def test_ids_beyond_65535_are_kept(tmp_path):
-    """GPT-2's vocabulary, and 20,000 compounds of two of its words."""
-    saved = to_json(Gpt2.from_files())
-    vocab, merges = saved["model"]["vocab"], saved["model"]["merges"]
-    words = [piece for piece in vocab if piece.isascii() and piece.isalpha() and len(piece) > 3][:150]
-    compounds = [(left, right) for left in words for right in words if left + right not in vocab][:20_000]
-    saved["added_tokens"] = []
-    for left, right in compounds:
-        vocab[left + right] = len(vocab)
-        merges.append([left, right])
-    made = theirs.Tokenizer.from_str(json.dumps(saved))
+    """Bytes, 676 pairs of letters, and words of two such pairs."""
+    alphabet = sorted(theirs.pre_tokenizers.ByteLevel.alphabet())
+    pairs = [*itertools.product(ascii_lowercase, repeat=2)]
+    words = [*itertools.islice(itertools.product(map("".join, pairs), repeat=2), 70_000)]
+    pieces = [*alphabet, *("".join(parts) for parts in (*pairs, *words))]
+    made = theirs.Tokenizer(theirs.models.BPE({piece: n for n, piece in enumerate(pieces)}, [*pairs, *words]))
+    made.pre_tokenizer = theirs.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = theirs.decoders.ByteLevel()
     made.add_special_tokens([END])
     reference = opened(tmp_path / "theirs", made, eos_token=END)
     ours = from_json(json.loads(made.to_str()), "here")
-    text = " ".join(left + right for left, right in compounds[-1000:])
+    text = "\n".join("".join(parts) for parts in words[::-100])
     ids = ours.encode([text])[0]
     assert ids.tolist() == reference(text)["input_ids"]
-    assert ids.max() > 65_535
+    assert ids[0] == ours.end_of_text - 1 == len(pieces) - 1 > 65_536
     assert dtype_for(ours.vocab) == np.dtype("<u4")
-    assert ours.end_of_text == ours.vocab - 1 == len(vocab)
+    again = from_json(to_json(ours), "here")
+    assert tokenizers.fingerprint(again) == tokenizers.fingerprint(ours)
 
 
 def test_another_token_that_ends_texts_is_known_by_its_id():
