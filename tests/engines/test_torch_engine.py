@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the extra torch")
 
+from conftest import also  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import raygpt  # noqa: E402
@@ -51,6 +52,18 @@ def recipe(rows=ROWS, steps=STEPS, engine="torch", optimizer=None, mesh=None, **
             "cluster.mesh": mesh or {},
         },
     )
+
+
+MODERN = {  # everything at once
+    "preset": "qwen3",
+    "kv_heads": 2,
+    "head_size": 16,
+    "embedding_norm": True,
+    "value_embeddings": 1,
+    "x0_mixing": True,
+    "softcap": 5.0,
+    "init": "xavier",
+}
 
 
 def make_engine(accumulation=1, precision="fp32", **settings):
@@ -225,9 +238,7 @@ def test_half_precision_computes_but_parameters_averages_and_losses_are_fp32(pre
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_modern_model_in_half_precision_has_the_same_losses_but_for_rounding(precision):
-    everything = {"kv_heads": 2, "head_size": 16, "embedding_norm": True, "value_embeddings": 1, "x0_mixing": True}
-    sizes = {"preset": "qwen3", "heads": 4, "width": 32, "softcap": 5.0, "init": "xavier", **everything}
-    right, found = (make_engine(2, precision=each, **sizes) for each in ("fp32", precision))
+    right, found = (make_engine(2, precision=each, **MODERN) for each in ("fp32", precision))
     numbers, state = train(found, found.start())
     np.testing.assert_allclose(numbers, train(right, right.start())[0], rtol=2e-2)
     assert {tensor.dtype for _, _, tensor in state.tensors()} == {torch.float32}
@@ -421,6 +432,20 @@ def test_compiled_it_gives_the_same_numbers(alone):
         assert counters["stats"]["unique_graphs"] == 1, "each length of the cache would be another"
     assert not counters["graph_break"]
     assert engine.describe()["compiled"] == "whole"
+
+
+@pytest.mark.parametrize("remat", also("none", "products"))
+def test_a_modern_model_is_compiled_as_one_graph_too(remat):
+    right, engine = (
+        make_engine(precision="fp64", compile=how, remat=remat, **MODERN, layers=3) for how in ("off", "unrolled")
+    )
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    torch._dynamo.reset()  # else the sizes of another model would make these ones variables
+    with torch.compiler.set_stance(force_backend="aot_eager"):
+        numbers, _ = train(engine, engine.start(), WINDOWS[:3])
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (1, {})
+    np.testing.assert_allclose(numbers, train(right, right.start(), WINDOWS[:3])[0], rtol=1e-9)
 
 
 # Sampling

@@ -32,6 +32,15 @@ VOCAB = 500
 IMPLEMENTATIONS = {GPT: OwnLayout, HuggingFaceGPT: HuggingFaceLayout}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Matrices as small as these are slower on two, and much slower where the cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def ours(implementation, reference, layers, heads, width, context, vocab, tied):
     """A model with the reference's weights, and its layout."""
     model = Model(layers=layers, heads=heads, width=width, context=context, tied_head=tied)

@@ -51,10 +51,10 @@ class Block(nn.Module):
         """`keys` [2 sites, 2, rows] turn dropout on. `x0` is the input of the first block, `rotation` RoPE's angles,
         `values` a value embedding [rows, time, width] and its gain."""
         first, second = (None, None) if keys is None else keys
-        if self.residual is not None and self.x0 is not None and x0 is not None:
+        if self.residual and self.x0 and x0 is not None:
             x = (self.residual.weight * x + self.x0.weight * x0).to(x.dtype)
         query, key, value = project(self.norm1(x), (self.query, self.key, self.value), self.head)
-        if self.query_norm is not None and self.key_norm is not None:
+        if self.query_norm and self.key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
