@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from raygpt.config import Model, Recipe
+from raygpt.config import Model, Optimizer, Recipe
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe, recipe_text, shipped_recipes
 from raygpt.recipes.explain import OTHER_NAMES, keys
@@ -46,6 +46,40 @@ def test_a_preset_gives_only_the_sizes_that_are_not_set() -> None:
 def test_a_preset_in_an_override_replaces_the_sizes_of_the_file_but_not_its_context() -> None:
     model = load_recipe("tiny", ["model.preset=gpt2", "model.layers=6"]).model
     assert (model.layers, model.heads, model.width, model.context) == (6, 12, 768, 128)
+
+
+# The optimizer's defaults
+
+
+def test_muon_has_defaults_of_its_own_which_a_recipe_may_replace() -> None:
+    muon = Optimizer(kind="muon", weight_decay=0.3)
+    assert (muon.learning_rate, muon.betas, muon.epsilon, muon.clip) == (0.02, (0.8, 0.95), 1e-10, None)
+    assert (muon.weight_decay, muon.cautious, muon.momentum_warmup) == (0.3, True, 300)
+    adamw = Optimizer()
+    assert (adamw.learning_rate, adamw.betas, adamw.epsilon, adamw.clip) == (1e-3, (0.9, 0.95), 1e-8, 1.0)
+    assert (adamw.weight_decay, adamw.cautious) == (0.1, False)
+
+
+def test_another_optimizer_in_an_override_replaces_the_files_rates(file: Any) -> None:
+    assert load_recipe("tiny", ["optimizer.kind=muon", "optimizer.gain_rate=0.1"]).optimizer == Optimizer(
+        kind="muon", gain_rate=0.1
+    )
+    text = "optimizer: {kind: muon, momentum: 0.9, learning_rate: 0.1}"
+    assert load_recipe(file(text), ["optimizer.kind=adamw"]).optimizer == Optimizer()
+    assert load_recipe(file(text), ["optimizer.kind=muon"]).optimizer.momentum == 0.9
+
+
+@pytest.mark.parametrize(
+    ("settings", "decaying"),
+    [
+        ({}, {"matrix", "embedding", "head"}),
+        ({"kind": "muon"}, {"matrix"}),
+        ({"kind": "muon", "decay": "all"}, {"matrix", "embedding", "head", "gain", "bias"}),
+    ],
+)
+def test_what_decays_follows_from_the_role(settings: dict[str, Any], decaying: set[str]) -> None:
+    roles = ("matrix", "embedding", "head", "gain", "bias")
+    assert {role for role in roles if Optimizer(**settings).decays(role)} == decaying
 
 
 # Overrides
@@ -428,6 +462,21 @@ BAD_COMBINATIONS = [
         "write e.g. schedule.kind: cosine, or leave schedule.end at 0.1",
     ),
     (
+        {"optimizer.momentum": 0.9},
+        "optimizer.momentum: 0.9 has no effect with optimizer.kind adamw; "
+        "write optimizer.kind: muon, or leave optimizer.momentum at 0.95",
+    ),
+    (
+        {"optimizer.cautious": True},
+        "optimizer.cautious: true has no effect with optimizer.kind adamw; "
+        "write optimizer.kind: muon, or leave optimizer.cautious at false",
+    ),
+    (
+        {"engine": "torch", "model.implementation": "huggingface", "optimizer.kind": "muon"},
+        "optimizer.kind: muon is not for transformers' GPT-2, whose queries, keys and values are one matrix; "
+        "write model.implementation: raygpt",
+    ),
+    (
         {"data.val": "v.txt", "data.split": "tail"},
         "data.split: tail needs a fraction, but data.val is the source 'v.txt'; "
         "write e.g. data.val: 0.05, or data.split: documents",
@@ -587,6 +636,7 @@ overrides_by_key = st.fixed_dictionaries(
         "data.val": st.floats(0.001, 0.999),
         "data.column": texts,
         "optimizer.learning_rate": st.floats(1e-12, 10),
+        "optimizer.kind": st.sampled_from(["adamw", "muon"]),
         "optimizer.betas": st.lists(st.floats(0, 0.999), min_size=2, max_size=2),
         "optimizer.clip": st.none() | st.floats(1e-6, 100),
         "schedule.kind": st.sampled_from(["cosine", "linear", "wsd"]),

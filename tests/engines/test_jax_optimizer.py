@@ -11,6 +11,7 @@ import jax.numpy as jnp  # noqa: E402
 
 from raygpt.config import Model  # noqa: E402
 from raygpt.engines.jax.optimizer import learning_rate, make_optimizer  # noqa: E402
+from raygpt.engines.jax.sharding import make_mesh  # noqa: E402
 from raygpt.models import describe  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
 
@@ -26,6 +27,10 @@ def recipe(**changes):
     return load_recipe("tiny", settings)
 
 
+def one_device():
+    return make_mesh({}, jax.devices()[:1])
+
+
 def draw(seed, scale=1.0):
     random = np.random.default_rng(seed)
     return {name: random.normal(size=shape) * scale for name, shape in SHAPES.items()}
@@ -39,7 +44,7 @@ def gradients(step):
 def trained(settings):
     """Parameters after 50 steps of ours, in fp64."""
     with jax.enable_x64(True):
-        optimizer, rate = make_optimizer(settings, DESCRIPTION), learning_rate(settings)
+        optimizer, rate = make_optimizer(settings, DESCRIPTION, one_device(), "fp64"), learning_rate(settings)
         parameters = jax.tree.map(jnp.asarray, draw(0))
         slots, update = optimizer.init(parameters), jax.jit(optimizer.update)
         for step in range(STEPS):
@@ -135,6 +140,7 @@ COSINE = 0.001 + 0.009 * (1 + math.cos(math.pi / 4)) / 2  # a quarter of the way
         ("cosine", {"end": 1}, {0: 0.01, 52: 0.01, 104: 0.01}),
         ("wsd", {"decay_share": 0.25}, {0: 0.01, 78: 0.01, 91: 0.0055, 104: 0.001}),
         ("wsd", {"decay_share": 0.25, "end": 0}, {78: 0.01, 103: 0.01 / 26, 104: 0.0}),
+        ("wsd", {"decay_share": 0.75, "end": 0}, {26: 0.01, 65: 0.005, 103: 0.01 / 78, 104: 0.0}),
         ("constant", {"warmup_steps": 4}, {**dict(enumerate(WARM_UP)), 4: 0.01, 104: 0.01}),
         ("linear", {"warmup_steps": 4}, {**dict(enumerate(WARM_UP)), 4: 0.01, 54: 0.0055, 104: 0.001}),
         ("cosine", {"warmup_steps": 4}, {**dict(enumerate(WARM_UP)), 4: 0.01, 29: COSINE, 54: 0.0055, 104: 0.001}),
@@ -164,4 +170,5 @@ def test_a_state_has_one_structure_whatever_the_settings():
     choices = [
         recipe(optimizer__clip=clip, optimizer__decay=decay) for clip in (1.0, None) for decay in ("matrices", "all")
     ]
-    assert len({jax.tree.structure(make_optimizer(choice, DESCRIPTION).init(tree)) for choice in choices}) == 1
+    optimizers = [make_optimizer(choice, DESCRIPTION, one_device(), "fp32") for choice in choices]
+    assert len({jax.tree.structure(optimizer.init(tree)) for optimizer in optimizers}) == 1

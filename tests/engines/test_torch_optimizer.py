@@ -7,11 +7,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the extra torch")
 
-from raygpt.engines.torch.optimizer import learning_rate, make_optimizer, update  # noqa: E402
+from raygpt.engines.torch.optimizer import Optimizer, learning_rate  # noqa: E402
+from raygpt.engines.torch.sharding import Mesh  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
 
 STEPS = 50
 SHAPES = {"tokens": (6, 4), "up": (8, 4), "up.bias": (8,), "norm": (4,)}
+ROLES = {"tokens": "embedding", "up": "matrix", "up.bias": "bias", "norm": "gain"}
 MATRICES = {"tokens", "up"}
 
 
@@ -33,11 +35,11 @@ def divisor(step):
 def trained(settings, left_out=()):
     """Parameters after 50 steps of ours, in fp64."""
     parameters = {name: torch.nn.Parameter(torch.from_numpy(value)) for name, value in draw(0).items()}
-    optimizer = make_optimizer(settings, parameters, lambda name: name not in MATRICES)
+    optimizer = Optimizer(settings, parameters, ROLES.get, Mesh(1, 1, 1, 0, torch.device("cpu")), "fp64")
     for step in range(STEPS):
         for name, gradient in draw(1 + step).items():
             parameters[name].grad = torch.from_numpy(gradient * (np.nan if step in left_out else 1))
-        update(optimizer, 0.01, torch.tensor(divisor(step)), torch.tensor(float(step in left_out)))
+        optimizer.step(0.01, torch.tensor(divisor(step)), torch.tensor(float(step in left_out)))
     return {name: parameter.detach().numpy() for name, parameter in parameters.items()}
 
 

@@ -44,7 +44,7 @@ MODERN = {  # everything at once: two values for four queries, and gains of one 
 COPIES, SHARES, BOTH = {"data": 2}, {"data": 1, "fsdp": 2}, {"data": 2, "fsdp": 2}
 
 
-def make_engine(mesh=None, accumulation=1, precision="fp64", compile="off", remat="none", **model):
+def make_engine(mesh=None, accumulation=1, precision="fp64", compile="off", remat="none", optimizer="adamw", **model):
     # 25 is odd: of two shares of a norm one has 13 rows, the other 12
     sizes = {"layers": 2, "heads": 5, "width": 25, "context": CONTEXT, "dropout": 0.1, **model}
     settings = {
@@ -57,6 +57,7 @@ def make_engine(mesh=None, accumulation=1, precision="fp64", compile="off", rema
             "compile": compile,
             "remat": remat,
         },
+        "optimizer.kind": optimizer,
         "schedule.warmup_steps": 5,
         "cluster.mesh": mesh or {},
     }
@@ -145,8 +146,8 @@ def assert_same_results(found, right):
     assert_same_weights(found[2], right[2], 1e-9)
 
 
-def assert_same_weights(found, right, atol):
-    assert found.slots.keys() == right.slots.keys() == {"means", "squares"}
+def assert_same_weights(found, right, atol, slots=("means", "squares")):
+    assert found.slots.keys() == right.slots.keys() == {*slots}
     for kind, theirs in {"parameters": right.parameters, **right.slots}.items():
         ours = {"parameters": found.parameters, **found.slots}[kind]
         assert ours.keys() == theirs.keys()
@@ -182,6 +183,7 @@ def in_two(folder):
         said[f"{name} again"] = train(engine, engine.restore(f"{folder}/{name}"), range(HALF, STEPS))[0][1:], went_on
     said["data=2 to fsdp=2"] = train(engine, engine.restore(f"{folder}/data=2"), range(HALF, STEPS))[0]
     said["poisoned"] = poisoned()
+    said["muon"] = [with_muon(folder, mesh, accumulation) for mesh, accumulation in [(COPIES, 3), (SHARES, 1)]]
     engine = make_engine(SHARES, 2, remat="blocks")
     said["computed again"] = train(engine, engine.start(), range(3))[0]
     said["compiled"] = [compiled(mesh) for mesh in (COPIES, SHARES)]
@@ -232,6 +234,20 @@ def in_transformers():
     return numbers, results(engine, state)
 
 
+def with_muon(folder, mesh=None, accumulation=1, **sizes):
+    """Some steps with Muon; on a mesh they go on from one process's checkpoint, and their own is left beside it."""
+    engine = make_engine(mesh, accumulation, optimizer="muon", **sizes)
+    state = engine.restore(f"{folder}/muon") if mesh else train(engine, engine.start(), range(3))[1]
+    if not mesh:
+        engine.save(state, f"{folder}/muon")
+        engine.wait_for_save()
+    numbers, state = train(engine, state, range(3, 7))
+    if mesh:
+        engine.save(state, f"{folder}/muon {mesh}")
+        engine.wait_for_save()
+    return numbers, engine.gather(state)
+
+
 def poisoned():
     """Whether a step is left out by both processes if only one of them has a number that is none."""
     engine = make_engine(SHARES)
@@ -256,7 +272,12 @@ def compiled(mesh, **sizes):
 
 
 @pytest.fixture(scope="module")
-def two(folder, alone):
+def muon_alone(folder):
+    return with_muon(folder)
+
+
+@pytest.fixture(scope="module")
+def two(folder, alone, muon_alone):
     return together(in_two, 2, folder)
 
 
@@ -374,6 +395,20 @@ def test_a_number_that_is_none_in_one_process_is_a_step_left_out_by_all(two):
     assert [said["poisoned"] for said in two] == [(1, 0), (1, 0)]
 
 
+def test_muon_in_copies_and_shares_gets_the_numbers_of_one(two, muon_alone, folder):
+    for said in two:
+        assert_same_muon(said["muon"], muon_alone)
+    model = make_engine().recipe.model
+    for mesh in (COPIES, SHARES):
+        assert_same_muon([(muon_alone[0], read_weights(f"{folder}/muon {mesh}", model, VOCAB))], muon_alone)
+
+
+def assert_same_muon(found, right):
+    for numbers, weights in found:
+        np.testing.assert_allclose(numbers, right[0], rtol=1e-9)
+        assert_same_weights(weights, right[1], 1e-9, ("means", "squares", "momentum"))
+
+
 # Checkpoints
 
 
@@ -479,12 +514,13 @@ def in_four(folder):
     engine.wait_for_save()
     dist.barrier()
     after = train(engine, engine.restore(f"{folder}/four"), range(HALF + 3, HALF + 5))[0]
-    return np.concatenate([before, after]), engine.rows, engine.describe()["mesh"]
+    return np.concatenate([before, after]), engine.rows, engine.describe()["mesh"], with_muon(folder, BOTH, 2)
 
 
 @pytest.mark.extended
-def test_four_processes_hold_two_copies_in_shares(two, alone, folder):
-    for rank, (numbers, rows, mesh) in enumerate(together(in_four, 4, folder)):
+def test_four_processes_hold_two_copies_in_shares(two, alone, muon_alone, folder):
+    for rank, (numbers, rows, mesh, muon) in enumerate(together(in_four, 4, folder)):
+        assert_same_muon([muon], muon_alone)
         np.testing.assert_allclose(numbers, alone[0][HALF : HALF + 5], rtol=1e-9)
         assert rows == [row for row in range(ROWS) if row % 8 // 2 == rank]
         assert mesh == "data 2 × fsdp 2"

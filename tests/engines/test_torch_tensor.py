@@ -16,6 +16,7 @@ from test_torch_processes import (  # noqa: E402
     STEPS,
     VOCAB,
     WINDOWS,
+    assert_same_muon,
     assert_same_results,
     assert_same_weights,
     compiled,
@@ -26,6 +27,7 @@ from test_torch_processes import (  # noqa: E402
     together,
     train,
     weighted,
+    with_muon,
 )
 from test_torch_processes import make_engine as make_any_engine  # noqa: E402
 
@@ -94,11 +96,17 @@ def in_two(folder):
     said["modern"] = modern(TENSOR, 2)
     said["modern, computed again"] = modern(TENSOR, remat="products")[0]
     said["modern, compiled"] = compiled(TENSOR, **MODERN)
+    said["muon"] = with_muon(folder, TENSOR, 2, **SIZES)
     return said
 
 
 @pytest.fixture(scope="module")
-def two(folder, alone):
+def muon_alone(folder):
+    return with_muon(folder, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def two(folder, alone, muon_alone):
     return together(in_two, 2, folder)
 
 
@@ -170,6 +178,11 @@ def test_a_modern_model_gets_the_same_numbers(two):
         assert not breaks
 
 
+def test_muon_makes_the_same_matrices_orthogonal(two, muon_alone):
+    for said in two:
+        assert_same_muon([said["muon"]], muon_alone)
+
+
 def test_checkpoints_cross_from_one_process_to_two_and_back(two, alone, folder):
     np.testing.assert_allclose(two[0]["from alone"], alone[0][HALF:], rtol=1e-9)
     np.testing.assert_array_equal(two[0]["again"], two[0]["went on"])
@@ -194,6 +207,7 @@ def in_four(folder):
     numbers, state = train(engine, engine.restore(f"{folder}/four"), range(HALF, STEPS))
     said["copies"] = numbers, results(engine, state)
     said["modern"] = modern(WITH_SHARES, 2)
+    said["muon"] = [with_muon(folder, mesh, **SIZES) for mesh in (WITH_SHARES, WITH_COPIES)]
     return said
 
 
@@ -203,8 +217,9 @@ def four(folder, two):
 
 
 @pytest.mark.extended
-def test_with_shares_and_with_copies_the_numbers_are_the_same(four, alone):
+def test_with_shares_and_with_copies_the_numbers_are_the_same(four, alone, muon_alone):
     for rank, said in enumerate(four):
+        assert_same_muon(said["muon"], muon_alone)
         assert said["rows"] == [row for row in range(12) if row % 6 // 3 == rank // 2]
         np.testing.assert_allclose(said["shares"][0], alone[0], rtol=1e-9)
         np.testing.assert_allclose(said["copies"][0], alone[0][HALF:], rtol=1e-9)
