@@ -99,9 +99,9 @@ def config(model: Model, vocab: int, end_of_text: int) -> dict[str, Any]:
         "head_dim": model.size_of_head,
         "max_position_embeddings": model.context,
         "rms_norm_eps": model.norm_epsilon,
-        "rope_theta": model.rope_base,  # here and in rope_scaling transformers before 5 looks
-        "rope_scaling": None if model.rope_share == 1 else _rope(model),  # which it refuses then
         "rope_parameters": _rope(model),
+        "rope_theta": model.rope_base,  # transformers 4 reads this, and rope_scaling; its type is a KeyError there
+        "rope_scaling": None if model.rope_share == 1 else _rope(model),
         "attention_bias": model.bias,
         "attention_dropout": 0.0,  # ours has no dropout inside attention
         "tie_word_embeddings": model.tied_head,

@@ -193,6 +193,11 @@ def test_what_no_class_has_is_refused_by_the_names_of_its_keys(keys, message):
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize("name", ["modern-124m", "modern-350m", "modern-1.5b"])
+def test_a_modern_recipe_is_a_shape_that_transformers_loads(name):
+    assert family_of(load_recipe(name).model).name == "NanoChat"
+
+
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
