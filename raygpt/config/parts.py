@@ -10,7 +10,7 @@ SEEDS = 2**32  # the range that NumPy, JAX and PyTorch all accept
 
 
 def _not_bool(value: object) -> object:
-    """For Python True is 1; a recipe refuses it, like any other text."""
+    """Python's True is also 1; as text it is refused like any other word."""
     return str(value) if isinstance(value, bool) else value
 
 

@@ -35,7 +35,7 @@ class Run(Part):
         if name is None:
             return None
         if name.lower() == "stores":  # lower: on a Mac, Stores is the same folder
-            raise ValueError(f"run.name: {name!r} is where prepared tokens lie; write e.g. run.name: my-run")
+            raise ValueError(f"run.name: {name!r} is the folder of prepared tokens; write e.g. run.name: my-run")
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", name):
             raise ValueError(
                 f"run.name: {shown(name)} is not 1 to 128 of A-Z a-z 0-9 . _ - without a '.' in front; "

@@ -65,7 +65,7 @@ def _data(found: CheckpointWeights) -> list[str]:
     sources = [
         f"- `{part.source}`" + (f", weight {part.weight:g}" if len(data.sources) > 1 else "") for part in data.sources
     ]
-    val = f"`{data.val}`" if isinstance(data.val, str) else f"a share of {data.val:g} ({data.split})"
+    val = f"`{data.val}`" if isinstance(data.val, str) else f"a fraction of {data.val:g} ({data.split})"
     return [*sources, f"- validation: {val}", f"- tokenizer: `{data.tokenizer}`"]
 
 

@@ -11,7 +11,7 @@ def state_bytes(description: Description, shards: int) -> int:
 
 
 def row_bytes(description: Description, remat: str, number_bytes: int, keeps_scores: bool, tensor: int) -> int:
-    """What the backward pass needs of one row, on a device that has a tensor-th of heads and hidden layer.
+    """What the backward pass needs of one row, on a device that has 1/tensor of heads and hidden layer.
 
     Counted per token and layer: the stream before attention and MLP and their norms; queries, keys and values, a copy
     of one of them, attention's result and its transpose; the MLP before and after its activation.

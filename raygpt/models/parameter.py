@@ -5,7 +5,7 @@ from typing import Literal
 
 Role = Literal["embedding", "matrix", "head", "gain", "bias"]
 
-# Along which axis of a mesh each axis of a parameter is cut. What is cut along `tensor` are whole heads, hidden units
+# Along which axis of a mesh each axis of a parameter is sharded. Along `tensor` these are whole heads, hidden units
 # and tokens; fsdp takes the residual stream's axis of everything larger than a vector.
 MESH_AXES = {"heads": "tensor", "kv_heads": "tensor", "hidden": "tensor", "vocabulary": "tensor", "width": "fsdp"}
 
@@ -45,6 +45,6 @@ class Parameter:
 
     @property
     def mesh_axes(self) -> tuple[str | None, ...]:
-        """The axis of a mesh along which each axis is cut; vectors of the residual stream lie whole on every device."""
+        """The axis of a mesh along which each axis is sharded; vectors of the residual stream are replicated."""
         cut = (MESH_AXES.get(axis) for axis in self.axes)
         return tuple(None if self.is_vector and axis == "fsdp" else axis for axis in cut)

@@ -61,7 +61,7 @@ def test_what_cannot_be_is_said_before_anything_starts(look):
         raygpt.run(look, name="../x")
     with pytest.raises(RaygptError, match="engine: 'keras' is not known; write jax or torch"):
         raygpt.run(look, engine="keras")
-    with pytest.raises(RaygptError, match=r"run\.name: 'stores' is where prepared tokens lie"):
+    with pytest.raises(RaygptError, match=r"run\.name: 'stores' is the folder of prepared tokens"):
         raygpt.run(look, name="stores")
     with pytest.raises(
         RaygptError, match=r"cluster\.mesh: is a recipe's; leave it out, and call jax\.make_mesh in the"

@@ -42,9 +42,8 @@ from raygpt.host import cores, memory_for_work
 from raygpt.models import describe
 
 FEW_LAYERS = 6  # up to this many a CPU, too, compiles unrolled within seconds
-FIRST_SCALE = (
-    2.0**10
-)  # of each token's loss in fp16, not of their mean: no more than a few steps away from the right one
+# Of each token's loss in fp16, not of their mean: no more than a few steps away from the right one.
+FIRST_SCALE = 2.0**10
 
 
 def find_devices(recipe: Recipe) -> Devices:
@@ -91,12 +90,12 @@ class JaxEngine:
         self.precision = precision or precision_on(self._device, recipe.model.precision)
         self._dtype = DTYPES[self.precision]
         self._param_dtype = jnp.promote_types(self._dtype, jnp.float32)
-        computes = self._device, self._dtype, self.mesh, recipe.model
-        self._attention, self._attention_name = choose_attention(*computes, recipe.training.deterministic)
+        setup = self._device, self._dtype, self.mesh, recipe.model
+        self._attention, self._attention_name = choose_attention(*setup, recipe.training.deterministic)
         self._optimizer = make_optimizer(recipe, self._description, self.mesh, self.precision)
         scanned = choose_compile(recipe.training.compile, self._device, recipe.model.layers)
         self._layers = Layers(scanned, recipe.training.remat)
-        self._kernels = kernels or choose_kernels(*computes, self._layers)  # `fused` or `plain`
+        self._kernels = kernels or choose_kernels(*setup, self._layers)  # `fused` or `plain`
 
     @property
     def _device(self) -> Any:

@@ -31,7 +31,7 @@ TILE_ROWS = 16  # the most that a kernel takes at a time; a context of a multipl
 def choose_kernels(device: Any, dtype: Any, mesh: Mesh, model: Model, layers: Layers) -> str:
     """`fused` where the kernels can compute and pay, `plain` elsewhere.
 
-    That is on NVIDIA from Ampere on, in bf16, with layers one after another, on a mesh that shares out rows alone, and
+    That is on NVIDIA from Ampere on, in bf16, with layers one after another, on a mesh that divides only rows, and
     with a JAX that has Triton.
     """
     hardware = device.platform == "gpu" and float(device.compute_capability) >= 8 and launch.triton is not None

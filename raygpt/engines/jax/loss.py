@@ -1,4 +1,4 @@
-"""Cross-entropy that never holds the logits of a whole batch: in chunks of tokens, its gradient taken on the way.
+"""Cross-entropy without the logits of a whole batch: in chunks of tokens, its gradient computed in the same pass.
 
 A chunk's logits live only until its loss, and when training its share of the gradients, are summed. On a mesh every
 device goes through its own tokens in chunks, and keeps a sum of the table's gradient to itself until the last: the
@@ -29,7 +29,7 @@ def cross_entropy(
 ) -> tuple[Array, Array]:
     """(sum over tokens of weight · loss, loss of each row), a row's loss being the sum over its tokens.
 
-    Only the sum has gradients, for hidden and table. `shards` says over how many devices rows and time are shared out.
+    Only the sum has gradients, for hidden and table. `shards` says over how many devices rows and time are divided.
     hidden [rows, time, width], table [padded vocabulary, width], targets and weights [rows, time].
     """
     cut = partial(_cut, chunks=chunks, shards=shards)

@@ -96,9 +96,8 @@ def _keep_from_every_process() -> None:
     def write_as_first(*arguments: Any) -> None:
         # A full disk must not end the run
         with contextlib.suppress(OSError), (_kept() / "lock").open("w") as lock:
-            fcntl.flock(
-                lock, fcntl.LOCK_EX
-            )  # several processes may have compiled the same program, and JAX writes in place
+            # Several processes may have compiled the same program, and JAX writes in place
+            fcntl.flock(lock, fcntl.LOCK_EX)
             rank, state.process_id = state.process_id, 0
             try:
                 write(*arguments)

@@ -26,7 +26,7 @@ from raygpt.engines.padding import bucket, pad_windows
 from raygpt.models import describe
 
 
-class Parameters(NamedTuple):
+class ReaderState(NamedTuple):
     """The model's parameters on the device."""
 
     top: dict[str, Array]  # embeddings, the last norm, the head
@@ -53,15 +53,15 @@ class JaxReader:
             "precision": self.precision,
         }
 
-    def load(self, parameters: Arrays) -> Parameters:
+    def load(self, parameters: Arrays) -> ReaderState:
         """The parameters, as `Weights` has them, on the device."""
         arrays = from_plain(parameters, self._description, accurate(self._dtype))
         stacked = blocks_of(arrays)
         blocks = tuple({name: array[n] for name, array in stacked.items()} for n in range(self.model.layers))
         top = {name: array for name, array in arrays.items() if not name.startswith("blocks.")}
-        return jax.device_put(Parameters(top, blocks), self._device)
+        return jax.device_put(ReaderState(top, blocks), self._device)
 
-    def prefill(self, state: Parameters, ids: NDArray[np.int32]) -> tuple[NDArray[np.floating[Any]], Any]:
+    def prefill(self, state: ReaderState, ids: NDArray[np.int32]) -> tuple[NDArray[np.floating[Any]], Any]:
         """Read prompts [rows, time], padded to a bucket. Padding is overwritten before it is read."""
         rows, time = ids.shape
         padded = np.zeros((rows, bucket(time, self.context)), dtype=np.int32)
@@ -71,18 +71,18 @@ class JaxReader:
         return self._read(state, padded, 0, time - 1, tuple(Cache(empty(), empty()) for _ in range(layers)))
 
     def decode(
-        self, state: Parameters, ids: NDArray[np.int32], start: Positions, cache: Any
+        self, state: ReaderState, ids: NDArray[np.int32], start: Positions, cache: Any
     ) -> tuple[NDArray[np.floating[Any]], Any]:
         """Read one id per row, [rows, 1], after `start` earlier ones."""
         return self._read(state, ids, start, ids.shape[1] - 1, cache)
 
-    def _read(self, state: Parameters, ids: NDArray[np.int32], start: Positions, last: int, caches: Any) -> Any:
+    def _read(self, state: ReaderState, ids: NDArray[np.int32], start: Positions, last: int, caches: Any) -> Any:
         """Two programs: in one, XLA on a CPU would copy the caches before it writes into what it also reads."""
         scores, new = self._extend(state, ids, start, last, caches)
         return np.asarray(scores), self._write(caches, new, start)
 
     def token_logprobs(
-        self, state: Parameters, windows: NDArray[np.int32]
+        self, state: ReaderState, windows: NDArray[np.int32]
     ) -> tuple[NDArray[np.floating[Any]], NDArray[np.bool_]]:
         """Of windows [rows, time + 1] every token's log-probability, and whether it is the likeliest: [rows, time]."""
         rows, time = len(windows), windows.shape[1] - 1
@@ -94,7 +94,7 @@ class JaxReader:
     @cached_property
     def _extend(self) -> Any:
         def extend(
-            parameters: Parameters, ids: Array, start: Array, last: Array, caches: tuple[Cache, ...]
+            parameters: ReaderState, ids: Array, start: Array, last: Array, caches: tuple[Cache, ...]
         ) -> tuple[Array, list[tuple[Array, Array]]]:
             new = []
 
@@ -120,7 +120,7 @@ class JaxReader:
 
     @cached_property
     def _token_logprobs(self) -> Any:
-        def token_logprobs(parameters: Parameters, inputs: Array, targets: Array) -> tuple[Array, Array]:
+        def token_logprobs(parameters: ReaderState, inputs: Array, targets: Array) -> tuple[Array, Array]:
             hidden = self._hidden(parameters, inputs, 0, [self._attention] * self.model.layers)
 
             def row(part: tuple[Array, Array]) -> tuple[Array, Array]:  # one at a time: GPT-2's logits are 200 MB each
@@ -132,14 +132,14 @@ class JaxReader:
 
         return jax.jit(token_logprobs)
 
-    def _hidden(self, parameters: Parameters, ids: Array, start: Any, attentions: list[Attention]) -> Array:
+    def _hidden(self, parameters: ReaderState, ids: Array, start: Any, attentions: list[Attention]) -> Array:
         top, model = parameters.top, self.model
         x, shared = embed(top, ids, start, model, self._dtype)
         for layer, (own, attention) in enumerate(zip(parameters.blocks, attentions, strict=True)):
             x = block(own, x, attention, model, shared, value_embedding(top, ids, layer, model, self._dtype))
         return norm(top, "norm", x, model)
 
-    def _logits(self, parameters: Parameters, hidden: Array) -> Array:
+    def _logits(self, parameters: ReaderState, hidden: Array) -> Array:
         return logits(hidden, parameters.top[self._description.output_table], self.model.softcap)[:, : self.vocab]
 
 

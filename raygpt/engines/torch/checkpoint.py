@@ -4,7 +4,6 @@ Each file has a part of every tensor (parameters, the optimizer's slots), with i
 has the rest. So any number of processes can read just the parts that they need. Nothing is pickled.
 """
 
-import json
 import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -70,13 +69,12 @@ class Saver:
                 with storage.atomic_write(storage.join(folder, _file(number))) as path:
                     save_file({name: self._host[name] for name in shards}, path, places)
                 if index is not None:
-                    storage.write_bytes(storage.join(folder, INDEX), json.dumps(index, indent=1).encode())
+                    storage.write_json(storage.join(folder, INDEX), index)
             except BaseException as error:
                 self._error = error
 
-        self._thread = threading.Thread(
-            target=write
-        )  # not a daemon: the program finishes its checkpoint before it exits
+        # Not a daemon: the program finishes its checkpoint before it exits
+        self._thread = threading.Thread(target=write)
         self._thread.start()
 
     def wait(self) -> None:
@@ -171,10 +169,9 @@ def open_checkpoint(folder: str, heads: int) -> CheckpointReader:
 
 
 def _read_index(folder: str) -> dict[str, Any]:
-    try:
-        index: dict[str, Any] = json.loads(storage.read_bytes(storage.join(folder, INDEX)))
-    except FileNotFoundError:
-        raise RaygptError(f"{folder} is no checkpoint of engine torch: it has no {INDEX}") from None
+    index: dict[str, Any] | None = storage.read_json(storage.join(folder, INDEX), "name another checkpoint")
+    if index is None:
+        raise RaygptError(f"{folder} is no checkpoint of engine torch: it has no {INDEX}")
     if index.get("format") not in (FORMAT, 2):
         raise RaygptError(f"{folder} is a checkpoint of another version of raygpt; begin a new run: run.name=NAME")
     return index

@@ -20,10 +20,10 @@ from raygpt.engines.spikes import Spikes
 from raygpt.engines.torch.checkpoint import FORMAT, Saver, Shard, layout_of, open_checkpoint
 from raygpt.engines.torch.devices import DTYPES, accurate, autocast, choose_device, choose_precision
 from raygpt.engines.torch.loss import Objective
-from raygpt.engines.torch.memory import recompute
 from raygpt.engines.torch.model import GPT
 from raygpt.engines.torch.optimizer import Optimizer
 from raygpt.engines.torch.parameters import Values
+from raygpt.engines.torch.remat import recompute
 from raygpt.engines.torch.sharding import (
     gather_tensor,
     is_owner,
@@ -57,13 +57,11 @@ def set_up(recipe: Recipe | None = None) -> None:
     """
     torch.set_float32_matmul_precision("high")
     if recipe and recipe.training.deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = (
-            ":4096:8"  # otherwise cuBLAS may choose another algorithm when streams overlap
-        )
+        # Otherwise cuBLAS may choose another algorithm when streams overlap
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-        torch.backends.cuda.enable_cudnn_sdp(
-            False
-        )  # FlashAttention's backward pass sums in a fixed order, cuDNN's does not
+        # FlashAttention's backward pass sums in a fixed order, cuDNN's does not
+        torch.backends.cuda.enable_cudnn_sdp(False)
         torch._inductor.config.deterministic = True
 
 
@@ -147,9 +145,9 @@ class TorchEngine:
     def save(self, state: State, folder: str) -> None:
         """Start to write the state into a folder, in the background."""
         if self.mesh.is_first_copy:
-            whole_run = {"format": FORMAT, "shares": self.mesh.num_shards, "step": state.step}
-            index = whole_run if self.mesh.shard == 0 else None
-            self._saver.save(self._shards(state), folder, self.mesh.shard, index)
+            index = {"format": FORMAT, "shares": self.mesh.num_shards, "step": state.step}
+            is_first = self.mesh.shard == 0
+            self._saver.save(self._shards(state), folder, self.mesh.shard, index if is_first else None)
 
     def _shards(self, state: State) -> dict[str, Shard]:
         """The shards that this process saves."""

@@ -1,8 +1,8 @@
 """A Triton kernel for the loss on a GPU: each token's loss, and the gradient of its logits in their own memory.
 
 A program owns a token: it reads its logits once for the maximum and the sum, again (100 KB, from the L2 cache) for the
-gradient, and writes that over them. PyTorch's compiler makes one kernel of the plain twin as well, which takes 9.0 ms
-for 65,536 tokens of GPT-2 on an H200 where memory alone would take 3.1.
+gradient, and writes that over them. PyTorch's compiler makes one kernel of the plain function as well, which takes
+9.0 ms for 65,536 tokens of GPT-2 on an H200 where memory alone would take 3.1.
 """
 
 import torch
@@ -23,7 +23,7 @@ LOWEST = -1e30  # stands for a logit that is not there; unlike -inf, its differe
 def loss_and_gradient_plain(
     logits: Tensor, targets: Tensor, scales: Tensor, vocab: int, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The kernel's function in plain PyTorch, which also writes over the logits: new memory is dear on a CPU."""
+    """The kernel's function in plain PyTorch, which also writes over the logits: allocating memory is slow on a CPU."""
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if cap is not None:
         tanh = exact.div_(cap).tanh_()

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from raygpt.config import Model
 from raygpt.engines.torch.devices import accurate
 
-SLOPE = 2 * (2 / math.pi) ** 0.5  # 2u = x (SLOPE + CURVE x²)
+SLOPE = 2 * (2 / math.pi) ** 0.5  # GELU is x · logistic(2u), with 2u = x (SLOPE + CURVE x²)
 CURVE = 0.044715 * SLOPE
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy that never holds the logits of a whole batch: in chunks of tokens, its gradient taken on the way.
+"""Cross-entropy without the logits of a whole batch: in chunks of tokens, its gradient computed in the same pass.
 
 A chunk's logits live only until its loss, and when training its share of the gradients, are summed.
 """
@@ -15,7 +15,7 @@ from raygpt.engines.torch.devices import accurate
 from raygpt.engines.torch.kernels import loss_and_gradient
 from raygpt.engines.torch.layers import full, logits, product
 from raygpt.engines.torch.model import GPT
-from raygpt.engines.torch.tensor import own_time
+from raygpt.engines.torch.tensor_parallel import own_time
 
 TRAINING = 4  # times as many logits a chunk on a GPU: there they stay in 16 bits and are overwritten by their gradient
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raygpt.config import Recipe
 from raygpt.engines.torch.loss import Objective
 from raygpt.engines.torch.parameters import Slices
-from raygpt.engines.torch.tensor import shard_matrices
+from raygpt.engines.torch.tensor_parallel import shard_matrices
 from raygpt.errors import RaygptError
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of the output layer, its gradient taken in the forward pass: logits exist once, in 16 bits, in chunks.
+"""Cross-entropy of the output layer, its gradient computed in the same pass: logits exist once, in 16 bits, in chunks.
 
 For each chunk of tokens one product makes the logits, one kernel turns them in place into their gradient, and two
 products turn that into the gradients of `hidden` and `table`. A program owns a token: it reads its logits once for the

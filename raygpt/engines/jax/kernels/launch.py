@@ -20,7 +20,7 @@ try:
     from jax.experimental.pallas import triton as _triton
 
     triton: Any = _triton
-except ImportError:  # JAX 0.11 says that it will go: then models are computed with kernels plain
+except ImportError:  # JAX 0.11 announces its removal; without it the plain model is used
     triton = None
 
 Array = jax.Array
@@ -65,9 +65,9 @@ def walk(first: Any, stride: Any, stop: int, body: Callable[[Any, Any], Any], ca
 def check_tiles(name: str, rows: int, width: int, grid: Grid) -> None:
     """Refuses shapes of which a tile would read past the end."""
     if width % LANES:
-        raise ValueError(f"{name}: width {width} is not a multiple of {LANES}; compute this model with kernels plain")
+        raise ValueError(f"{name}: width {width} is not a multiple of {LANES}; pass kernels='plain' to the engine")
     if rows % grid.step_rows:
         raise ValueError(
             f"{name}: {rows} rows are not a multiple of the {grid.step_rows} that a program takes at a time; "
-            "compute this model with kernels plain"
+            "pass kernels='plain' to the engine"
         )
