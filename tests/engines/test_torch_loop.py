@@ -10,9 +10,9 @@ from raygpt.corpus.feed import Feed  # noqa: E402
 from raygpt.corpus.nanogpt import open_nanogpt  # noqa: E402
 from raygpt.engines.torch.engine import TorchEngine  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
+from raygpt.testing.session import LocalSession  # noqa: E402
 from raygpt.training.events import Resumed, StepLogged, Validated  # noqa: E402
 from raygpt.training.loop import Loop  # noqa: E402
-from raygpt.training.session import LocalSession  # noqa: E402
 from raygpt.training.task import Task  # noqa: E402
 
 CONTEXT, ROWS = 16, 4
