@@ -31,7 +31,8 @@ class Weights:
     """
 
     parameters: Arrays
-    slots: Mapping[str, Arrays] = field(default_factory=dict)  # the optimizer's: `means` and `squares` for AdamW
+    slots: Mapping[str, Arrays] = field(default_factory=dict)
+    """The optimizer's: AdamW's `means` and `squares`, Muon's `momentum`, each of the parameters that have it."""
     step: int = 0
 
 

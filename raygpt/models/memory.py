@@ -2,7 +2,9 @@
 
 from raygpt.models.description import Description
 
-STATE_BYTES = 20  # a parameter, AdamW's two averages, the sum of gradients and those of one micro-batch, all fp32
+# A parameter, AdamW's two averages, the sum of gradients and those of one micro-batch, all fp32. Muon has one average
+# of a matrix, and needs as much as the other one takes while it makes matrices orthogonal.
+STATE_BYTES = 20
 
 
 def state_bytes(description: Description, shards: int) -> int:

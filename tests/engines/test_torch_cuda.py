@@ -16,7 +16,7 @@ STEPS, ROWS, CONTEXT, VOCAB = 20, 12, 64, 1000
 WINDOWS = np.random.default_rng(0).integers(0, VOCAB, (STEPS, ROWS, CONTEXT + 1)).astype(np.int32)
 
 
-def make_engine(device="cuda", precision=None, **settings):
+def make_engine(device="cuda", precision=None, optimizer="adamw", **settings):
     training = {key: settings.pop(key) for key in ("compile", "remat", "on_nan") if key in settings}
     recipe = load_recipe(
         "tiny",
@@ -24,6 +24,7 @@ def make_engine(device="cuda", precision=None, **settings):
             "engine": "torch",
             "model": {"layers": 2, "heads": 4, "width": 256, "context": CONTEXT, "dropout": 0.1, **settings},
             "training": {"steps": STEPS, "batch_tokens": ROWS * CONTEXT, **training},
+            "optimizer.kind": optimizer,
         },
     )
     return TorchEngine(recipe, VOCAB, accumulation=2, precision=precision, device=device)
@@ -94,9 +95,18 @@ def test_masks_are_the_cpus_bit_for_bit():
         torch.testing.assert_close((ours != 0).cpu(), right != 0, rtol=0, atol=0)
 
 
+def test_compiled_muon_is_the_cpus_but_for_rounding():
+    cpu = make_engine("cpu", "fp32", "muon")
+    right, _ = train(cpu, cpu.start(), range(6))
+    for precision, tolerance in (("fp32", 1e-3), ("bf16", 2e-2)):
+        engine = make_engine("cuda", precision, "muon")
+        np.testing.assert_allclose(train(engine, engine.start(), range(6))[0], right, rtol=tolerance)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("on_nan", ["stop", "skip"])
-def test_no_step_waits_for_the_device(on_nan):
-    engine = make_engine(on_nan=on_nan)
+def test_no_step_waits_for_the_device(on_nan, optimizer):
+    engine = make_engine(on_nan=on_nan, optimizer=optimizer)
     _, state = train(engine, engine.start(), range(3))
     torch.cuda.set_sync_debug_mode("error")
     try:

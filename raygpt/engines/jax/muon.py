@@ -30,9 +30,10 @@ class Matrices:
         """The updates of these directions. Matrices of one shape are computed together, in few large products."""
         groups: dict[Any, list[Parameter]] = {}
         for parameter in self.which:
-            key = sorted(self._fans(parameter)), self._cut(parameter)
-            groups.setdefault(str(key), []).append(parameter)
-        return {name: update for group in groups.values() for name, update in self._computed(group, directions)}
+            key = *sorted(self._fans(parameter)), *self._cut(parameter)
+            groups.setdefault(key, []).append(parameter)
+        with jax.named_scope("muon"):
+            return {name: update for group in groups.values() for name, update in self._computed(group, directions)}
 
     def _computed(self, group: Sequence[Parameter], directions: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
         wide = [self._wide(parameter, directions[parameter.name]).astype(self.dtype) for parameter in group]

@@ -53,13 +53,13 @@ class Muon:
     def _directions(self, momentum: Tensor, divisor: Tensor, left_out: Tensor) -> list[Tensor]:
         """This process's part of each direction; the momentum is advanced."""
         means = [local(mean) for mean in self.momentum.values()]
-        gradients = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        gradients = [_gradient(parameter) for parameter in self._parameters]
         directions = list(means)
         for numbers in _batches({number: mean.shape for number, mean in enumerate(means)}):
             both = _stacked(means, numbers), _stacked(gradients, numbers)
-            after, ahead = self._advance(*both, momentum, divisor, left_out)
+            after, ahead = self._advance(*both, momentum, divisor, left_out, self._dtype)
             torch._foreach_copy_([means[number] for number in numbers], after.unbind())
-            for number, direction in zip(numbers, ahead.to(self._dtype), strict=True):
+            for number, direction in zip(numbers, ahead, strict=True):
                 directions[number] = direction
         return directions
 
@@ -75,17 +75,18 @@ class Muon:
 
 
 def _advance(
-    means: Tensor, gradients: Tensor, momentum: Tensor, divisor: Tensor, left_out: Tensor
+    means: Tensor, gradients: Tensor, momentum: Tensor, divisor: Tensor, left_out: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Momentum after these gradients, and the directions."""
+    """The means after these gradients, and the directions."""
     gradients = gradients / divisor
     after = muon.mix(means, gradients, momentum)
-    return torch.where(left_out, means, after), muon.mix(after, gradients, momentum)
+    return torch.where(left_out, means, after), muon.mix(after, gradients, momentum).to(dtype)
 
 
 def _change(
     weights: Tensor, updates: Tensor, rate: Tensor, factor: float, decay: float, cautious: bool, left_out: Tensor
 ) -> Tensor:
+    """The weights after these updates."""
     updates = muon.decayed(factor * updates.to(weights.dtype), weights, decay, cautious)
     return torch.where(left_out, weights, weights - rate * updates)
 
@@ -97,6 +98,11 @@ def _batches(kinds: Mapping[int, Hashable]) -> Iterator[list[int]]:
         groups.setdefault(kind, []).append(number)
     for numbers in groups.values():
         yield from (numbers[first : first + BATCH] for first in range(0, len(numbers), BATCH))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None  # a matrix takes part in every step
+    return local(parameter.grad)
 
 
 def _stacked(parts: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
