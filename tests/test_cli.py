@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from raygpt import cli
-from raygpt.recipes import load_recipe
+from raygpt.recipes import load_recipe, shipped_recipes
 from raygpt.runs.lock import locked
 from raygpt.show.training import show_message
 from raygpt.training.events import StepLogged, Warned
@@ -77,14 +77,7 @@ def test_recipes_are_listed_with_a_line_each(raygpt):
     assert status == 0
     assert "shakespeare-char" in out
     _, out, _ = raygpt("recipes", "--json")
-    assert set(json.loads(out)) == {
-        "tiny",
-        "shakespeare-char",
-        "gpt2-124m",
-        "gpt2-124m-openwebtext",
-        "gpt2-124m-wikitext103",
-        "gpt2-124m-wikitext103-smoke",
-    }
+    assert set(json.loads(out)) == set(shipped_recipes())
 
 
 def test_a_recipe_is_shown_with_its_comments_or_resolved_as_json(raygpt):

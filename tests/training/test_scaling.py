@@ -43,7 +43,7 @@ def test_a_gpu_that_the_engine_cannot_use_is_not_chosen_but_refused_where_it_is_
     assert said == [
         f"the GPU of this machine is not used: the {engine} installed here cannot use it; install {engine} for GPUs"
     ]
-    with pytest.raises(RaygptError, match=f"gpu is nothing that the {engine} installed here can use; install {engine}"):
+    with pytest.raises(RaygptError, match=f"gpu cannot be used by the {engine} installed here; install {engine}"):
         scaling.choose_workers(check_part("cluster", {"accelerator": "gpu"}), engine)
 
 
