@@ -23,6 +23,16 @@ pytestmark = [
 ]
 
 
+def compiled(script, case):
+    """What a benchmark prints of one case."""
+    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ran = subprocess.run([sys.executable, script, case], env=environment, capture_output=True, text=True, timeout=900)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    figures = json.loads(ran.stdout.splitlines()[-1])
+    print(figures)
+    return figures
+
+
 @pytest.mark.parametrize(
     ("case", "attention", "shares"),
     [
@@ -35,12 +45,16 @@ pytestmark = [
     ],
 )
 def test_a_step_of_512_rows_fits_into_a_v6e_slice(case, attention, shares):
-    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    ran = subprocess.run([sys.executable, SCRIPT, case], env=environment, capture_output=True, text=True, timeout=900)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    figures = json.loads(ran.stdout.splitlines()[-1])
-    print(figures)
+    figures = compiled(SCRIPT, case)
     assert figures["total_gib"] < CHIP
     assert figures["attention"] == attention
     share = STATE[case.split()[0]] / shares
     assert share - 0.01 <= figures["state_gib"] < 1.15 * share + 0.02  # vectors are on every chip, and tiles are padded
+
+
+@pytest.mark.slow
+def test_muon_sends_at_most_twice_its_matrices_and_is_three_percent_of_a_step_at_most():
+    figures = compiled(SCRIPT.with_name("muon_tpu.py"), "fsdp=16")
+    assert figures["exchanged"] <= 2
+    assert figures["mib_per_chip"].keys() == {"all-to-all"}
+    assert figures["flops"] <= 0.03
