@@ -130,9 +130,9 @@ class Model(Part):
         return self.mlp in GATED
 
     @property
-    def not_gpt2(self) -> dict[str, Any]:
+    def unlike_gpt2(self) -> dict[str, Any]:
         """The keys, with their values, by which the layers differ from GPT-2's."""
-        differs = {key: getattr(self, key) for key in GPT2_LAYERS if getattr(self, key) != _default(key)}
+        differs = {key: getattr(self, key) for key in LAYER_KEYS if getattr(self, key) != _default(key)}
         sizes = {
             "head_size": self.size_of_head * self.heads != self.width,
             "kv_heads": self.key_heads != self.heads,
@@ -178,8 +178,8 @@ class Model(Part):
                 )
         if self.norm == "layer" and self.bias and not self.norm_gain:
             raise ValueError("model.norm_gain: a LayerNorm with a bias has a gain too; write model.bias: false")
-        if self.implementation == "huggingface" and self.not_gpt2:
-            key, value = next(iter(self.not_gpt2.items()))
+        if self.implementation == "huggingface" and self.unlike_gpt2:
+            key, value = next(iter(self.unlike_gpt2.items()))
             raise ValueError(
                 f"model.{key}: {shown(value)} is not transformers' GPT-2; write model.implementation: raygpt"
             )
@@ -187,7 +187,7 @@ class Model(Part):
 
 
 # Which of a model's keys say what its layers compute, besides sizes.
-GPT2_LAYERS = (
+LAYER_KEYS = (
     "norm",
     "norm_gain",
     "embedding_norm",

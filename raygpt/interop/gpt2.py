@@ -73,7 +73,7 @@ def _flat(array: NDArray[Any], name: str) -> NDArray[Any]:
 
 
 def _misfits(model: Model) -> dict[str, Any]:
-    return model.not_gpt2
+    return model.unlike_gpt2
 
 
 def _config(model: Model, vocab: int, end_of_text: int) -> dict[str, Any]:

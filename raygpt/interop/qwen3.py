@@ -1,12 +1,13 @@
 """Qwen3 as transformers has it: Llama with QK-norm, and without biases in its MLP."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from raygpt.config import Model
 from raygpt.errors import RaygptError
 from raygpt.interop import decoder, llama
-from raygpt.interop.family import Family, unlike
+from raygpt.interop.family import unlike
 
 LAYERS = {**llama.LAYERS, "qk_norm": True, "bias": False}
 
@@ -27,18 +28,13 @@ def _keys(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**decoder.keys(sizes), "preset": "qwen3", "mlp": "swiglu", "qk_norm": True}
 
 
-FAMILY = Family(
+FAMILY = replace(
+    llama.FAMILY,
     name="Qwen3",
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     misfits=_misfits,
     config=_config,
     keys=_keys,
-    to_hugging_face=decoder.to_hugging_face,
-    from_hugging_face=decoder.from_hugging_face,
-    required={"hidden_act": ("silu", "swish"), "use_sliding_window": (False,), "attention_bias": (False,)},
-    always={"norm_gain": True},
-    prefix=decoder.PREFIX,
-    token_table=decoder.TOP["tokens"],
-    unused=decoder.UNUSED,
+    required={**llama.FAMILY.required, "use_sliding_window": (False,), "attention_bias": (False,)},
 )

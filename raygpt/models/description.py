@@ -32,6 +32,11 @@ class Description:
         return tuple(self.sizes[axis] for axis in parameter.own_axes)
 
     @property
+    def token_tables(self) -> list[str]:
+        """The tables in which tokens are looked up: their embedding, and value embeddings."""
+        return [p.name for p in self.parameters if p.role == "embedding" and "vocabulary" in p.axes]
+
+    @property
     def output_table(self) -> str:
         """The parameter that turns a hidden state into logits: the head, or the token embedding that it is tied to."""
         return "head" if "head" in self.by_name else "tokens"
@@ -48,8 +53,7 @@ class Description:
         The second term is attention's scores and sums. A token table that is only looked up does not count; one that
         is also the head does.
         """
-        tables = (p.name for p in self.parameters if p.role == "embedding" and "vocabulary" in p.axes)
-        looked_up = sum(prod(self.shapes[name]) for name in tables if name != self.output_table)
+        looked_up = sum(prod(self.shapes[name]) for name in self.token_tables if name != self.output_table)
         attention = prod(self.sizes[axis] for axis in ("layer", "heads", "head", "context"))
         return 6 * (self.count - looked_up) + 12 * attention
 

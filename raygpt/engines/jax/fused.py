@@ -19,7 +19,7 @@ from raygpt.engines.jax.embedding import embed, look_up
 from raygpt.engines.jax.kernels import add_norm, bias_gelu, cross_entropy, launch
 from raygpt.engines.jax.kernels.cross_entropy import CHUNK_LOGITS
 from raygpt.engines.jax.kernels.launch import LANES
-from raygpt.engines.jax.layers import Array, Parameters, dropout, mlp, norm, place, rotation
+from raygpt.engines.jax.layers import Array, Parameters, Shared, block, dropout, norm, rotation
 from raygpt.engines.jax.model import Layers, blocks_of, unstack
 from raygpt.engines.jax.step import Forward, Losses
 from raygpt.models import value_table_of
@@ -36,7 +36,7 @@ def choose_kernels(device: Any, dtype: Any, mesh: Mesh, model: Model, layers: La
     """
     hardware = device.platform == "gpu" and float(device.compute_capability) >= 8 and launch.triton is not None
     tiles = model.width % LANES == 0 and model.context % TILE_ROWS == 0
-    if model.not_gpt2:
+    if model.unlike_gpt2:
         tiles = not model.bias
     whole = mesh.size == mesh.shape["data"]  # every device has all parameters
     return "fused" if hardware and tiles and whole and dtype == jnp.bfloat16 and not layers.scanned else "plain"
@@ -47,7 +47,7 @@ def make_fused_losses(forward: Forward) -> Losses:
     table_name, mesh = forward.description.output_table, forward.mesh
 
     def own(parameters: Any, inputs: Array, targets: Array, weights: Array, keys: Array | None) -> tuple[Array, Array]:
-        hidden_state = modern_hidden_state if forward.gpt.model.not_gpt2 else gpt2_hidden_state
+        hidden_state = modern_hidden_state if forward.gpt.model.unlike_gpt2 else gpt2_hidden_state
         hidden, table = hidden_state(parameters, inputs, keys, forward), parameters[table_name]
         chunks = chunk_count(targets.size, len(table), CHUNK_LOGITS)
         tokens = targets.reshape(-1), weights.reshape(-1)
@@ -94,40 +94,31 @@ project.defvjp(lambda x, kernels, bias: (project(x, kernels, bias), (x, kernels,
 def modern_hidden_state(parameters: Parameters, ids: Array, keys: Array | None, forward: Forward) -> Array:
     """model.GPT's final hidden state of ids [rows, time], as [rows · time, width], of a model without biases."""
     model, layers, dtype = forward.gpt.model, forward.gpt.layers, forward.gpt.dtype
-    (rows, time), width = ids.shape, model.width
 
-    def drop(x: Array, site: Array | int) -> Array:
-        return dropout(x.reshape(rows, time, width), keys, site, model.dropout).reshape(x.shape)
+    def by_head(own: Parameters, x: Array) -> tuple[Array, Array, Array]:
+        kernels = [own[f"{name}.kernel"] for name in ("query", "key", "value")]  # [width, heads, head]
+        made = project(x, tuple(kernel.reshape(model.width, -1) for kernel in kernels), None)
+        query, key, value = (y.reshape(*ids.shape, *k.shape[1:]) for y, k in zip(made, kernels, strict=True))
+        return query, key, value
 
-    x = look_up(parameters["tokens"], ids, dtype)
+    found = {name: look_up(parameters[name], ids, dtype) for name in forward.description.token_tables}
+    x = found["tokens"]
     if model.position == "learned":
         x = embed(parameters["tokens"], parameters["positions"], ids, dtype)
     if model.embedding_norm:
         x = norm(parameters, "embedding_norm", x, model)
-    x = drop(x, 0)
-    turned, x0 = rotation(model, jnp.arange(time), dtype), x
-    tables = {f"values{n}": look_up(parameters[f"values{n}"], ids, dtype) for n in range(model.value_embeddings)}
+    x = dropout(x, keys, 0, model.dropout)
+    shared = Shared(rotation(model, jnp.arange(ids.shape[1]), dtype), x if model.x0_mixing else None)
 
     @jax.jit  # traced once for all layers
     @layers.recomputed
-    def block(x: Array, own: Parameters, value_embedding: Array | None, layer: Array | int) -> Array:
-        if model.x0_mixing:
-            x = own["residual.gain"].astype(dtype) * x + own["x0.gain"].astype(dtype) * x0
-        kernels = tuple(own[f"{name}.kernel"].reshape(width, -1) for name in ("query", "key", "value"))
-        query, key, value = project(norm(own, "norm1", x, model), kernels, None)
-        value = value if value_embedding is None else value + value_embedding
-        query, key, value = (each.reshape(rows, time, -1, model.size_of_head) for each in (query, key, value))
-        query, key = (
-            place(own, f"{name}_norm", each, model, turned) for name, each in (("query", query), ("key", key))
-        )
-        mixed = forward.gpt.attention(query, key, value).reshape(len(x), -1)
-        x = x + drop(mixed @ own["out.kernel"].reshape(-1, width).astype(dtype), 2 * layer + 1)
-        return x + drop(mlp(own, norm(own, "norm2", x, model), model), 2 * layer + 2)
+    def compute(x: Array, own: Parameters, value: Array | None, layer: Array | int) -> Array:
+        return block(own, x, forward.gpt.attention, model, shared, value, keys, layer, by_head)
 
     for layer, own in enumerate(unstack(blocks_of(parameters), model.layers)):
-        found = value_table_of(model, layer)
-        value = None if found is None else parameters["value_gains"][found[1]].astype(dtype) * tables[found[0]]
-        x = block(x, own, value, layer)
+        table = value_table_of(model, layer)
+        value = None if table is None else parameters["value_gains"][table[1]].astype(dtype) * found[table[0]]
+        x = compute(x, own, value, layer)
     return norm(parameters, "norm", x, model)
 
 
@@ -144,7 +135,7 @@ def gpt2_hidden_state(parameters: Parameters, ids: Array, keys: Array | None, fo
         return jnp.zeros(size) if found is None else found.reshape(-1)
 
     def drop(x: Array, site: Array | int) -> Array:
-        return dropout(x.reshape(rows, time, width), keys, site, model.dropout).reshape(x.shape)
+        return dropout(x, keys, site, model.dropout)
 
     def join(stream: Array, update: Array, own_bias: Array, norm: Norm, site: Array | int) -> tuple[Array, Array]:
         if keys is not None:  # what is dropped has its bias already

@@ -102,7 +102,7 @@ def rotate(x: Array, rotation: Rotation) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def place(parameters: Parameters, name: str, x: Array, model: Model, rotation: Rotation | None) -> Array:
+def norm_and_rotate(parameters: Parameters, name: str, x: Array, model: Model, rotation: Rotation | None) -> Array:
     """Queries or keys [rows, time, heads, head] as attention takes them: normed and rotated, where the model does."""
 
     @recompute_elementwise
@@ -133,13 +133,14 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {  # by `model.mlp`
 
 
 def dropout(x: Array, keys: Array | None, site: Array | int, rate: float) -> Array:
-    """Zero a share of x [rows, time, width] and scale the rest; each row has its own key, so any mesh and any
-    accumulation drop the same."""
+    """Zero a share of x [rows, time, width], or [rows · time, width], and scale the rest; each row has its own key, so
+    any mesh and any accumulation drop the same."""
     if keys is None or not rate:
         return x
     keys = jax.vmap(jax.random.fold_in, (0, None))(keys, site)
-    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys)
-    return jnp.where(kept, x / (1 - rate), 0)
+    by_row = x.size // x.shape[-1] // len(keys), x.shape[-1]  # [time, width]
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, by_row))(keys)
+    return jnp.where(kept.reshape(x.shape), x / (1 - rate), 0)
 
 
 def block(
@@ -151,16 +152,20 @@ def block(
     value_embedding: Array | None = None,
     keys: Array | None = None,
     layer: Array | int = 0,
+    project: Callable[[Parameters, Array], tuple[Array, Array, Array]] = project,
 ) -> Array:
-    """x + attention(norm(x)), then x + mlp(norm(x)). `keys` [rows] turn dropout on."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). `keys` [rows] turn dropout on.
+
+    x is [rows, time, width], or [rows · time, width] with a `project` that gives rows and time two axes.
+    """
     if shared.x0 is not None:
         stay, first = (parameters[f"{name}.gain"].astype(x.dtype) for name in ("residual", "x0"))
         x = stay * x + first * shared.x0
     query, key, value = project(parameters, norm(parameters, "norm1", x, model))
-    query = place(parameters, "query_norm", query, model, shared.rotation)
-    key = place(parameters, "key_norm", key, model, shared.rotation)
+    query = norm_and_rotate(parameters, "query_norm", query, model, shared.rotation)
+    key = norm_and_rotate(parameters, "key_norm", key, model, shared.rotation)
     value = value if value_embedding is None else value + value_embedding.reshape(value.shape)
-    mixed = linear(parameters, "out", attention(query, key, value), axes=2)
+    mixed = linear(parameters, "out", attention(query, key, value), axes=2).reshape(x.shape)
     x = x + dropout(mixed, keys, 2 * layer + 1, model.dropout)
     update = mlp(parameters, norm(parameters, "norm2", x, model), model)
     return x + dropout(update, keys, 2 * layer + 2, model.dropout)
@@ -183,5 +188,5 @@ def value_embedding(parameters: Parameters, ids: Array, layer: int, model: Model
     found = value_table_of(model, layer)
     if found is None:
         return None
-    table, place = found
-    return parameters["value_gains"][place].astype(dtype) * jnp.take(parameters[table].astype(dtype), ids, axis=0)
+    table, number = found
+    return parameters["value_gains"][number].astype(dtype) * jnp.take(parameters[table].astype(dtype), ids, axis=0)

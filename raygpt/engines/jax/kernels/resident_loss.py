@@ -25,7 +25,7 @@ UNROLL = 7  # tiles of an iteration: 0.80 ms instead of 0.92
 COPIED = 256  # lines, the most of one copy
 ROOM = 112 * 1024  # bytes of shared memory for a row, if two are to fit
 LOG2E = 1.4426950408889634
-LARGEST_CAP = 40.0
+LARGEST_CAP = 40.0  # of which exp(-2 · cap) is a number in fp32
 LOWEST = -1e30  # stands for a logit that is not there; unlike -inf, its differences are numbers
 
 
@@ -96,83 +96,96 @@ def resident_loss_kernel(
     mosaic.wait_smem_to_gmem(0)
 
 
-def _differentiate(
-    row: Any, target: Array, weight: Array, *, vocab: int, softcap: float | None, laid_out: bool
-) -> Array:
-    """Turn the logits in a row into their gradient, and give the loss. `laid_out` says how a tile lies in registers,
+def _differentiate(row: Any, target: Array, weight: Array, **settings: Any) -> Array:
+    """Turn the logits in a row into their gradient, and give the loss."""
+    logits = _Logits(row, **settings)
+    picked, slope = logits.capped(row[lax.div(target, COLUMNS), lax.rem(target, COLUMNS)].astype(F32))
+    top = logits.highest()
+    total = logits.exponentiate(top)
+    logits.finish(target, weight / total, weight * slope)
+    return top + jnp.log2(total) / LOG2E - picked
+
+
+class _Logits:
+    """One token's logits, in shared memory, and the passes over them. `laid_out` says how a tile lies in registers,
     which an interpreter does not know."""
-    lines = row.shape[0]
-    tiles = vocab // (TILE * COLUMNS)  # without padding; the lines after them are taken one by one, with a mask
-    rest = range(tiles * TILE, lines)
 
-    def layout(count: int) -> Any:
-        return mosaic.Layout.WG_STRIDED((count, COLUMNS), vec_size=count)
+    def __init__(self, row: Any, vocab: int, softcap: float | None, laid_out: bool):
+        self._row, self._vocab, self._softcap, self._laid_out = row, vocab, softcap, laid_out
+        self._tiles = vocab // (TILE * COLUMNS)  # without padding
+        self._rest = range(self._tiles * TILE, row.shape[0])  # lines that are taken one by one, with a mask
 
-    def load(line: Any, count: int) -> Array:
+    def capped(self, x: Array) -> tuple[Array, Array | float]:
+        """Logits after the soft-cap, and its slope."""
+        if self._softcap is None:
+            return x, 1.0
+        tanh = jnp.tanh(x * (1 / self._softcap))
+        return self._softcap * tanh, 1 - tanh * tanh
+
+    def highest(self) -> Array:
+        """The highest logit. The soft-cap stands for it as long as exp(-2 · cap) is a number: none exceeds it."""
+        if self._softcap is not None and self._softcap <= LARGEST_CAP:
+            return jnp.asarray(self._softcap, F32)
+        peak = lambda line, peak: jnp.maximum(peak, self._load(line, TILE))  # noqa: E731
+        top = jnp.max(_over(self._tiles, peak, self._filled(LOWEST)))
+        for line in self._rest:
+            top = jnp.maximum(top, jnp.max(jnp.where(self._is_token(line), self._load(line, 1), LOWEST)))
+        return self.capped(top)[0]  # the cap keeps the order
+
+    def exponentiate(self, top: Array) -> Array:
+        """Write what the gradient is in proportion to; give the sum of the exponentials."""
+        zero = top * LOG2E
+
+        def write(line: Any, count: int) -> Array:
+            x, slope = self.capped(self._load(line, count))
+            exponentials = jnp.exp2(x * LOG2E - zero)
+            if count == 1:
+                exponentials = jnp.where(self._is_token(line), exponentials, 0.0)
+            self._row[pl.ds(line, count)] = (exponentials * slope).astype(self._row.dtype)
+            return exponentials
+
+        total = jnp.sum(_over(self._tiles, lambda line, sums: sums + write(line, TILE), self._filled(0.0)))
+        for line in self._rest:
+            total = total + jnp.sum(write(line, 1))
+        return total
+
+    def finish(self, target: Array, scale: Array, at_target: Array) -> None:
+        """Scale what `exponentiate` wrote, and subtract what the target has besides."""
+
+        def write(line: Any, count: int) -> None:
+            gradient = self._load(line, count) * scale
+            gradient = jnp.where(self._ids(line, count) == target, gradient - at_target, gradient)
+            self._row[pl.ds(line, count)] = gradient.astype(self._row.dtype)
+
+        def write_tile(line: Any, nothing: Any) -> Any:
+            write(line, TILE)
+            return nothing
+
+        _over(self._tiles, write_tile, 0)
+        for line in self._rest:
+            write(line, 1)
+
+    def _is_token(self, line: int) -> Array:
+        return self._ids(line, 1) < self._vocab
+
+    def _load(self, line: Any, count: int) -> Array:
         here = pl.ds(line, count)
-        if not laid_out:
-            return row[here].astype(F32)
-        return mosaic.load(row, (here, slice(None)), layout=layout(count)).astype(F32)
+        if not self._laid_out:
+            return self._row[here].astype(F32)
+        return mosaic.load(self._row, (here, slice(None)), layout=_layout(count)).astype(F32)
 
-    def ids(line: Any, count: int) -> Array:
-        iota = partial(mosaic.broadcasted_iota, layout=layout(count)) if laid_out else lax.broadcasted_iota
+    def _ids(self, line: Any, count: int) -> Array:
+        iota = partial(mosaic.broadcasted_iota, layout=_layout(count)) if self._laid_out else lax.broadcasted_iota
         along = [iota(jnp.int32, (count, COLUMNS), axis) for axis in (0, 1)]
         return (line + along[0]) * COLUMNS + along[1]
 
-    def tanh(x: Array) -> Array | None:
-        return None if softcap is None else jnp.tanh(x * (1 / softcap))
-
-    def capped(x: Array, share: Array | None) -> Array:
-        return x if share is None or softcap is None else softcap * share
-
-    def slope(share: Array | None) -> Array | float:
-        """Of the soft-cap."""
-        return 1.0 if share is None else 1 - share * share
-
-    def filled(value: float) -> Array:
+    def _filled(self, value: float) -> Array:
         array = jnp.full((TILE, COLUMNS), value, F32)
-        return mosaic.layout_cast(array, layout(TILE)) if laid_out else array
+        return mosaic.layout_cast(array, _layout(TILE)) if self._laid_out else array
 
-    def masked(line: int) -> Array:
-        return jnp.where(ids(line, 1) < vocab, load(line, 1), LOWEST)
 
-    def highest() -> Array:
-        top = jnp.max(_over(tiles, lambda line, peak: jnp.maximum(peak, load(line, TILE)), filled(LOWEST)))
-        for line in rest:
-            top = jnp.maximum(top, jnp.max(masked(line)))
-        return capped(top, tanh(top))  # the cap keeps the order
-
-    def exponentiate(line: Any, count: int) -> Array:
-        """Write what the gradient is in proportion to; give the exponentials."""
-        x = load(line, count)
-        share = tanh(x)
-        exponentials = jnp.exp2(capped(x, share) * LOG2E - zero)
-        if count == 1:
-            exponentials = jnp.where(ids(line, 1) < vocab, exponentials, 0.0)
-        row[pl.ds(line, count)] = (exponentials * slope(share)).astype(row.dtype)
-        return exponentials
-
-    def finish(line: Any, count: int) -> None:
-        gradient = load(line, count) * scale
-        row[pl.ds(line, count)] = jnp.where(ids(line, count) == target, gradient - own, gradient).astype(row.dtype)
-
-    def finish_tile(line: Any, nothing: Any) -> Any:
-        finish(line, TILE)
-        return nothing
-
-    picked = row[lax.div(target, COLUMNS), lax.rem(target, COLUMNS)].astype(F32)
-    own, picked = weight * slope(tanh(picked)), capped(picked, tanh(picked))
-    # No capped logit exceeds the cap, so that it can stand for the highest one as long as exp(-2 · cap) is a number.
-    top = highest() if softcap is None or softcap > LARGEST_CAP else jnp.asarray(softcap, F32)
-    zero = top * LOG2E
-    total = jnp.sum(_over(tiles, lambda line, sums: sums + exponentiate(line, TILE), filled(0.0)))
-    for line in rest:
-        total = total + jnp.sum(exponentiate(line, 1))
-    scale = weight / total
-    _over(tiles, finish_tile, 0)
-    for line in rest:
-        finish(line, 1)
-    return top + jnp.log2(total) / LOG2E - picked
+def _layout(count: int) -> Any:
+    return mosaic.Layout.WG_STRIDED((count, COLUMNS), vec_size=count)
 
 
 def _over(tiles: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
