@@ -49,6 +49,16 @@ def compiled_quickly() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For PyTorch: the matrices of most tests are slower on two, and much slower where the cores are busy."""
+    torch = pytest.importorskip("torch", reason="needs the extra torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Real text and evaluation sets, which lie beside the checkout and are no part of it."""

@@ -8,6 +8,7 @@ import reference
 from conftest import also
 
 from raygpt.config import Model, Recipe
+from raygpt.engines.base import Weights
 from raygpt.models import describe
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -58,8 +59,6 @@ def opened(request, engine):
 
 
 def state_of(opened):
-    from raygpt.engines.base import Weights
-
     _, parameters, computes = opened
     return computes.load(Weights(parameters))
 
@@ -90,9 +89,10 @@ def test_a_prompt_and_what_follows_it_are_read_through_the_cache(opened, engine,
     for start in (10, 11):
         found, cache = computes.decode(state, ids[:, start : start + 1], start, cache)
         np.testing.assert_allclose(found, expected[:, start], atol=1e-4)
-    # A position of its own for each row: the second row is read again from its tenth token on.
-    found, _ = computes.decode(state, ids[:, [10]], np.array([10, 10], np.int32), cache)
-    np.testing.assert_allclose(found, expected[:, 10], atol=1e-4)
+    # A position of its own for each row: both tokens are read again.
+    starts = np.array([10, 11], np.int32)
+    found, _ = computes.decode(state, ids[[0, 1], starts][:, None], starts, cache)
+    np.testing.assert_allclose(found, expected[[0, 1], starts], atol=1e-4)
 
 
 def losses_of(name, engine, windows, precision, **settings):

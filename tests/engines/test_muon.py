@@ -34,15 +34,6 @@ WINDOWS = np.random.default_rng(0).integers(0, VOCAB, (3, ROWS, CONTEXT + 1)).as
 SIZES = {"layers": 2, "heads": 4, "width": 32, "context": CONTEXT}
 
 
-@pytest.fixture(scope="module")
-def one_thread():
-    """Small matrices want one core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def recipe(engine="jax", mesh=None, model=None, training=None, **optimizer):
     """A rate that rises and falls, and a momentum that rises for half of the run."""
     return load_recipe(

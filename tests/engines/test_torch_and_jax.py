@@ -20,6 +20,8 @@ MODELS = {
     "untied, without biases": {"tied_head": False, "bias": False},
 }
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_thread")
+
 
 def recipe(engine, **model):
     """A batch learnt by heart, more or less: clipped at first, with a high rate that rises and falls."""
@@ -33,17 +35,6 @@ def recipe(engine, **model):
             "schedule": {"kind": "cosine", "warmup_steps": 10},
         },
     )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly():
-    """XLA's passes take most of the time here, and change no digit that is looked at; small matrices want one core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    torch.set_num_threads(threads)
 
 
 @cache

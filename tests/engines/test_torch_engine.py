@@ -25,17 +25,10 @@ from raygpt.errors import RaygptError  # noqa: E402
 from raygpt.inference.sampling import sample  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS, ROWS, CONTEXT, VOCAB = 20, 12, 16, 100
 WINDOWS = np.random.default_rng(0).integers(0, VOCAB, (STEPS, ROWS, CONTEXT + 1)).astype(np.int32)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Matrices as small as these are slower on two, and much slower where the cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def recipe(rows=ROWS, steps=STEPS, engine="torch", optimizer=None, mesh=None, **settings):

@@ -24,21 +24,14 @@ from raygpt.engines.torch.reader import TorchReader  # noqa: E402
 from raygpt.interop.gpt2 import from_hugging_face, to_hugging_face  # noqa: E402
 from raygpt.models import describe, draws  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPES = [  # layers, heads, width, context, vocab
     (1, 1, 16, 8, 128),  # a vocabulary that needs no padding
     (3, 2, 48, 17, 257),
 ]
 VOCAB = 500
 IMPLEMENTATIONS = {GPT: OwnLayout, HuggingFaceGPT: HuggingFaceLayout}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Matrices as small as these are slower on two, and much slower where the cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def ours(implementation, reference, layers, heads, width, context, vocab, tied):

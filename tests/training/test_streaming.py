@@ -79,8 +79,9 @@ def train(recipe, watch=lambda event: None):
     return launch.train(launch.prepare_run(recipe), watch)
 
 
-def test_training_begins_before_the_corpus_is_tokenised_and_is_what_it_would_have_been(home, gate):
-    run = launch.prepare_run(recipe(home, "streamed", 30))
+def trained_while_tokenised(home, gate, steps):
+    """A run that begins before its corpus is tokenised, and the corpus that it says it trained on."""
+    run = launch.prepare_run(recipe(home, "streamed", steps))
     assert run.plan.train_tokens is None
     assert dict(run.plan.lines())["corpus"] == "tokenised while it trains, 441 to validate"
     was_whole, waits = [], []
@@ -96,17 +97,34 @@ def test_training_begins_before_the_corpus_is_tokenised_and_is_what_it_would_hav
     assert streamed.error is None
     assert was_whole == [False]
     assert max(waits) > 0.02  # for the second unit, which batch 25 needs
-    marker = json.loads(Path(checkpoints.folder_of(streamed.path, 30), "checkpoint.json").read_text())
+    marker = json.loads(Path(checkpoints.folder_of(streamed.path, steps), "checkpoint.json").read_text())
     assert marker["data"] == [run.corpus.stores[0].index.fingerprint]
+    return streamed, marker["data"]
 
-    alone = {"cluster.workers": 1}
-    whole = launch.prepare_run(recipe(home, "streamed", 35, **alone))  # finishes the store if training did not need it
+
+def on_whole_store(home, data, *settings, **changes):
+    """A run on the same corpus after it was tokenised; preparing it finishes the store if training did not need it."""
+    whole = launch.prepare_run(recipe(home, *settings, **changes))
     assert is_complete(store_of(home))
     assert whole.plan.train_tokens == len(whole.corpus.stores[0].train)
-    assert marker["data"] == [whole.corpus.stores[0].index.fingerprint]
+    assert data == [whole.corpus.stores[0].index.fingerprint]
+    return whole
+
+
+def test_training_begins_before_the_corpus_is_tokenised_and_is_what_it_would_have_been(home, gate):
+    _, data = trained_while_tokenised(home, gate, 30)
+    whole = on_whole_store(home, data, "streamed", 35, **{"cluster.workers": 1})
     resumed, expected = losses(launch.train(whole)), losses_of_one_device(whole)
     assert sorted(resumed) == sorted(expected)
     assert resumed == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.extended
+def test_a_run_on_a_growing_store_has_the_bits_of_one_on_a_whole_store(home, gate):
+    streamed, data = trained_while_tokenised(home, gate, 40)
+    expected = losses(launch.train(on_whole_store(home, data, "whole", 45)))
+    assert {key: loss for key, loss in expected.items() if key[0] <= 40} == losses(streamed)
+    assert losses(train(recipe(home, "streamed", 45))) == expected  # resumed on the store that is whole by now
 
 
 def losses_of_one_device(run):
@@ -125,36 +143,6 @@ def losses_of_one_device(run):
             ]
             found[step, "val_loss"] = float(np.concatenate(scores).mean())
     return found
-
-
-@pytest.mark.extended
-def test_to_the_bit(home, gate):
-    run = launch.prepare_run(recipe(home, "streamed", 40))
-    assert run.plan.train_tokens is None
-    assert dict(run.plan.lines())["corpus"] == "tokenised while it trains, 441 to validate"
-    was_whole, waits = [], []
-
-    def watch(event):
-        if isinstance(event, StepLogged):
-            waits.append(event.values["data_wait_s"])
-            if event.step == 25:
-                was_whole.append(is_complete(store_of(home)))
-                gate.touch()
-
-    streamed = launch.train(run, watch)
-    assert streamed.error is None
-    assert was_whole == [False]
-    assert max(waits) > 0.02  # for the second unit, which batch 25 needs
-    marker = json.loads(Path(checkpoints.folder_of(streamed.path, 40), "checkpoint.json").read_text())
-    assert marker["data"] == [run.corpus.stores[0].index.fingerprint]
-
-    whole = launch.prepare_run(recipe(home, "whole", 45))  # finishes the store where training did not wait for it
-    assert is_complete(store_of(home))
-    assert whole.plan.train_tokens == len(whole.corpus.stores[0].train)
-    assert marker["data"] == [whole.corpus.stores[0].index.fingerprint]
-    expected = losses(launch.train(whole))
-    assert {key: loss for key, loss in expected.items() if key[0] <= 40} == losses(streamed)
-    assert losses(train(recipe(home, "streamed", 45))) == expected  # resumed on the store that is whole by now
 
 
 @pytest.mark.slow

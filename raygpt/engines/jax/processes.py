@@ -17,7 +17,7 @@ COUNT = "--xla_force_host_platform_device_count"
 THREADS = 16  # of XLA's pool for each device of a CPU. A device that waits for another in an all-reduce holds a thread;
 #               with one for each core, two all-reduces at once held them all, and the step never ended
 FEW = 2  # threads suffice where there are at most two of them at once; with more, products wait for threads
-MUON = 3  # more of them: one for each shape of matrix, which are queries, keys and values, and those of the MLP
+MUON = 3  # more with Muon, which exchanges matrices of each of up to three shapes at once
 ASKED = "NPROC" in os.environ  # the user has set it
 
 

@@ -73,17 +73,17 @@ def constrain_residual(mesh: Mesh, x: jax.Array) -> jax.Array:
 def spread_matrices(mesh: Mesh, cut: tuple[Any, Any], matrices: jax.Array) -> jax.Array:
     """[matrices, rows, columns] whose rows and columns are cut along two axes of the mesh: each device gets some of the
     matrices, whole. Their number must be a multiple of the devices'."""
-    return _constrain_in_turn(mesh, _ways(mesh, cut, matrices.shape), matrices)
+    return _constrain_in_turn(mesh, _shardings_between(mesh, cut, matrices.shape), matrices)
 
 
 def unspread_matrices(mesh: Mesh, cut: tuple[Any, Any], matrices: jax.Array) -> jax.Array:
     """The way back."""
-    return _constrain_in_turn(mesh, _ways(mesh, cut, matrices.shape)[::-1], matrices)
+    return _constrain_in_turn(mesh, _shardings_between(mesh, cut, matrices.shape)[::-1], matrices)
 
 
-def _ways(mesh: Mesh, cut: tuple[Any, Any], shape: tuple[int, ...]) -> list[P]:
-    """The shardings on the way. One step is a slice, each of the others an all-to-all along one axis: if they were
-    one, XLA would send all matrices to every device."""
+def _shardings_between(mesh: Mesh, cut: tuple[Any, Any], shape: tuple[int, ...]) -> list[P]:
+    """From cut matrices to whole ones, a sharding for each step. The first step is a slice, the others are all-to-alls
+    along one axis each: in one step, XLA would send all matrices to every device."""
     _, rows, columns = _fitting(P(None, *cut), shape, mesh)
     copies = tuple(axis for axis in AXES if axis not in (rows, columns))  # along which devices have the same
     by_rows = (*copies, rows) if rows else copies

@@ -1,4 +1,4 @@
-"""Muon for the matrices of a model. Each is made orthogonal whole, in one process; the work is shared out among all."""
+"""Muon for the matrices of a model. Each is made orthogonal whole, in one process, and they are divided among all."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace

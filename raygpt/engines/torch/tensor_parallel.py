@@ -30,12 +30,12 @@ def shard_matrices(gpt: GPT, devices: DeviceMesh) -> None:
             elif not parameter.is_vector and "tensor" in parameter.mesh_axes:  # a bias is sharded with its kernel
                 parallelize_module(owner, devices, {module: _style(parameter)})
                 if parameter.role == "embedding":
-                    owner.get_submodule(module).register_forward_hook(_arrived)
+                    owner.get_submodule(module).register_forward_hook(_copied)
     gpt.tensor_size = devices.size()
 
 
-def _arrived(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
-    """Rows of a table after the exchange that they come by: a compiled block cannot take them before."""
+def _copied(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+    """A copy of a table's rows, made after they were exchanged: a compiled block cannot take the exchange's result."""
     return out.clone()
 
 
