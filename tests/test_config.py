@@ -44,8 +44,15 @@ def test_a_preset_gives_only_the_sizes_that_are_not_set() -> None:
 
 
 def test_a_preset_in_an_override_replaces_the_sizes_of_the_file_but_not_its_context() -> None:
-    model = load_recipe("tiny", ["model.preset=gpt2", "model.layers=6"]).model
+    model = load_recipe("gpt2-tiny", ["model.preset=gpt2", "model.layers=6"]).model
     assert (model.layers, model.heads, model.width, model.context) == (6, 12, 768, 128)
+
+
+def test_a_preset_in_an_override_replaces_the_family_of_a_recipe_that_writes_every_key(file: Any) -> None:
+    whole = file(load_recipe("tiny", ["model.dropout=0.1"]).to_yaml())
+    assert load_recipe(whole, ["model.preset=gpt2"]).model == Model(preset="gpt2", context=128, dropout=0.1)
+    llama = load_recipe(whole, ["model.preset=llama", "model.depth=6"]).model
+    assert llama == Model(preset="llama", depth=6, context=128, dropout=0.1)
 
 
 # The optimizer's defaults
@@ -54,14 +61,14 @@ def test_a_preset_in_an_override_replaces_the_sizes_of_the_file_but_not_its_cont
 def test_muon_has_defaults_of_its_own_which_a_recipe_may_replace() -> None:
     muon = Optimizer(kind="muon", weight_decay=0.3)
     assert (muon.learning_rate, muon.betas, muon.epsilon, muon.clip) == (0.02, (0.8, 0.95), 1e-10, None)
-    assert (muon.weight_decay, muon.cautious, muon.momentum_warmup) == (0.3, True, 300)
+    assert (muon.weight_decay, muon.cautious, muon.momentum_warmup) == (0.3, True, 100)
     adamw = Optimizer()
     assert (adamw.learning_rate, adamw.betas, adamw.epsilon, adamw.clip) == (1e-3, (0.9, 0.95), 1e-8, 1.0)
     assert (adamw.weight_decay, adamw.cautious) == (0.1, False)
 
 
 def test_another_optimizer_in_an_override_replaces_the_files_rates(file: Any) -> None:
-    assert load_recipe("tiny", ["optimizer.kind=muon", "optimizer.gain_rate=0.1"]).optimizer == Optimizer(
+    assert load_recipe("gpt2-tiny", ["optimizer.kind=muon", "optimizer.gain_rate=0.1"]).optimizer == Optimizer(
         kind="muon", gain_rate=0.1
     )
     text = "optimizer: {kind: muon, momentum: 0.9, learning_rate: 0.1}"
@@ -86,15 +93,15 @@ def test_what_decays_follows_from_the_role(settings: dict[str, Any], decaying: s
 
 
 def test_overrides_are_text_from_the_command_line_or_a_mapping() -> None:
-    from_text = load_recipe("tiny", ["training.steps=20", "data.source=my.txt", "cluster.workers=1..4"])
-    dotted = load_recipe("tiny", {"training.steps": 20, "data.source": "my.txt", "cluster.workers": "1..4"})
+    from_text = load_recipe("gpt2-tiny", ["training.steps=20", "data.source=my.txt", "cluster.workers=1..4"])
+    dotted = load_recipe("gpt2-tiny", {"training.steps": 20, "data.source": "my.txt", "cluster.workers": "1..4"})
     nested = load_recipe(
-        "tiny",
+        "gpt2-tiny",
         {"training": {"steps": 20}, "data": {"source": Path("my.txt")}, "cluster": {"workers": "1..4"}},
     )
     assert from_text == dotted == nested
     assert (from_text.training.steps, from_text.data.source) == (20, "my.txt")
-    assert from_text.training.batch_tokens == load_recipe("tiny").training.batch_tokens
+    assert from_text.training.batch_tokens == load_recipe("gpt2-tiny").training.batch_tokens
 
 
 @pytest.mark.parametrize(
@@ -121,29 +128,29 @@ def test_overrides_are_text_from_the_command_line_or_a_mapping() -> None:
 )
 def test_the_type_of_the_key_decides_what_an_override_means(override: str, key: str, value: Any) -> None:
     part, name = key.split(".")
-    assert load_recipe("tiny", [override]).to_dict()[part][name] == value
+    assert load_recipe("gpt2-tiny", [override]).to_dict()[part][name] == value
 
 
 def test_one_override_may_be_given_without_a_list() -> None:
-    assert load_recipe("tiny", "training.steps=20").training.steps == 20
+    assert load_recipe("gpt2-tiny", "training.steps=20").training.steps == 20
 
 
 def test_a_number_given_to_a_text_key_becomes_text() -> None:
-    assert load_recipe("tiny", {"run.name": 123}).run.name == "123"
+    assert load_recipe("gpt2-tiny", {"run.name": 123}).run.name == "123"
 
 
 def test_a_mixture_is_a_list_of_sources_with_weights() -> None:
-    data = load_recipe("tiny", ["data.source=[{source: a.txt, weight: 3}, {source: b.txt, weight: 1}]"]).data
+    data = load_recipe("gpt2-tiny", ["data.source=[{source: a.txt, weight: 3}, {source: b.txt, weight: 1}]"]).data
     assert [(part.source, part.weight) for part in data.sources] == [("a.txt", 3.0), ("b.txt", 1.0)]
 
 
 def test_a_single_source_is_a_mixture_of_one() -> None:
-    assert [(part.source, part.weight) for part in load_recipe("tiny").data.sources] == [("stdlib", 1.0)]
+    assert [(part.source, part.weight) for part in load_recipe("gpt2-tiny").data.sources] == [("stdlib", 1.0)]
 
 
 @pytest.mark.parametrize(("workers", "least", "most"), [("3", 3, 3), ("1..4", 1, 4), ("2..2", 2, 2)])
 def test_workers_are_a_number_or_a_range(workers: str, least: int, most: int) -> None:
-    cluster = load_recipe("tiny", [f"cluster.workers={workers}"]).cluster
+    cluster = load_recipe("gpt2-tiny", [f"cluster.workers={workers}"]).cluster
     assert (cluster.min_workers, cluster.max_workers) == (least, most)
 
 
@@ -158,7 +165,7 @@ def test_workers_are_a_number_or_a_range(workers: str, least: int, most: int) ->
     ],
 )
 def test_the_data_axis_takes_what_is_left_unless_told_otherwise(mesh: str, sizes: list[int]) -> None:
-    recipe = load_recipe("tiny", [f"cluster.mesh={mesh}"])
+    recipe = load_recipe("gpt2-tiny", [f"cluster.mesh={mesh}"])
     assert recipe.cluster.mesh.sizes() == dict(zip(["data", "fsdp", "tensor", "context"], sizes, strict=True))
 
 
@@ -244,7 +251,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_shipped_one() -> None:
         recipe_text("../config")
 
 
-# Errors, each as the whole line after "recipe 'tiny': "
+# Errors, each as the whole line after "recipe 'gpt2-tiny': "
 
 UNKNOWN_KEYS = [
     ("training.step", "training.steps"),
@@ -274,7 +281,7 @@ UNKNOWN_KEYS = [
 
 @pytest.mark.parametrize(("key", "meant"), UNKNOWN_KEYS)
 def test_an_unknown_key_is_answered_with_the_one_that_was_meant(key: str, meant: str) -> None:
-    assert refusal("tiny", [f"{key}=3"]) == f"recipe 'tiny': unknown key '{key}'; did you mean '{meant}'?"
+    assert refusal("gpt2-tiny", [f"{key}=3"]) == f"recipe 'gpt2-tiny': unknown key '{key}'; did you mean '{meant}'?"
 
 
 def test_every_name_from_another_trainer_hints_at_a_key_that_exists() -> None:
@@ -282,8 +289,8 @@ def test_every_name_from_another_trainer_hints_at_a_key_that_exists() -> None:
 
 
 def test_an_unknown_key_like_no_other_is_answered_with_the_parts() -> None:
-    assert refusal("tiny", ["qqq=1"]) == (
-        "recipe 'tiny': unknown key 'qqq'; the parts of a recipe are "
+    assert refusal("gpt2-tiny", ["qqq=1"]) == (
+        "recipe 'gpt2-tiny': unknown key 'qqq'; the parts of a recipe are "
         "engine, model, data, optimizer, schedule, training, cluster, run, track"
     )
 
@@ -399,7 +406,7 @@ BAD_VALUES = [
 
 @pytest.mark.parametrize(("override", "line"), BAD_VALUES)
 def test_a_wrong_value_is_refused_with_its_key_and_what_to_write(override: str, line: str) -> None:
-    assert refusal("tiny", [override]) == f"recipe 'tiny': {line}"
+    assert refusal("gpt2-tiny", [override]) == f"recipe 'gpt2-tiny': {line}"
 
 
 NOT_ROWS = "is not a multiple of model.context 128, and a batch is whole rows"
@@ -462,9 +469,9 @@ BAD_COMBINATIONS = [
         "write e.g. schedule.kind: cosine, or leave schedule.end at 0.1",
     ),
     (
-        {"optimizer.momentum": 0.9},
-        "optimizer.momentum: 0.9 has no effect with optimizer.kind adamw; "
-        "write optimizer.kind: muon, or leave optimizer.momentum at 0.95",
+        {"optimizer.momentum": 0.8},
+        "optimizer.momentum: 0.8 has no effect with optimizer.kind adamw; "
+        "write optimizer.kind: muon, or leave optimizer.momentum at 0.9",
     ),
     (
         {"optimizer.cautious": True},
@@ -538,39 +545,39 @@ BAD_COMBINATIONS = [
 
 @pytest.mark.parametrize(("overrides", "line"), BAD_COMBINATIONS)
 def test_a_combination_that_cannot_work_is_refused(overrides: dict[str, Any], line: str) -> None:
-    assert refusal("tiny", overrides) == f"recipe 'tiny': {line}"
+    assert refusal("gpt2-tiny", overrides) == f"recipe 'gpt2-tiny': {line}"
 
 
 def test_wsd_takes_a_decay_share_and_a_mixture_may_be_sequential() -> None:
-    assert load_recipe("tiny", ["schedule.kind=wsd", "schedule.decay_share=0.5"]).schedule.decay_share == 0.5
+    assert load_recipe("gpt2-tiny", ["schedule.kind=wsd", "schedule.decay_share=0.5"]).schedule.decay_share == 0.5
     mixture = ["data.source=[{source: a, weight: 1}, {source: b, weight: 1}]", "data.order=sequential"]
-    assert load_recipe("tiny", mixture).data.order == "sequential"
+    assert load_recipe("gpt2-tiny", mixture).data.order == "sequential"
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", "bytes", "char", "bpe:258", "my.json", "./folder"])
 def test_tokenizers_are_known_by_their_shape(tokenizer: str) -> None:
-    assert load_recipe("tiny", [f"data.tokenizer={tokenizer}"]).data.tokenizer == tokenizer
+    assert load_recipe("gpt2-tiny", [f"data.tokenizer={tokenizer}"]).data.tokenizer == tokenizer
 
 
 @pytest.mark.parametrize("key", [key.name for key in keys() if key.type in ("int", "float", "text")])
 def test_true_is_neither_a_number_nor_text(key: str) -> None:
-    assert refusal("tiny", {key: True}).startswith(f"recipe 'tiny': {key}: ")
+    assert refusal("gpt2-tiny", {key: True}).startswith(f"recipe 'gpt2-tiny': {key}: ")
 
 
 def test_of_several_problems_the_first_is_told_and_the_others_are_counted() -> None:
-    assert refusal("tiny", ["training.steps=x", "training.seed=y", "engine=jax2"]) == (
-        "recipe 'tiny': engine: 'jax2' is none of jax, torch; did you mean 'jax'? (and 2 more)"
+    assert refusal("gpt2-tiny", ["training.steps=x", "training.seed=y", "engine=jax2"]) == (
+        "recipe 'gpt2-tiny': engine: 'jax2' is none of jax, torch; did you mean 'jax'? (and 2 more)"
     )
 
 
 @pytest.mark.parametrize("override", ["training.steps", "=5", "", "--steps 5"])
 def test_an_override_without_a_value_says_what_is_expected(override: str) -> None:
-    line = refusal("tiny", [override])
+    line = refusal("gpt2-tiny", [override])
     assert line == f"override {override!r}: is not key=value; write e.g. training.steps=20"
 
 
 def test_an_override_that_is_not_yaml_is_refused() -> None:
-    assert refusal("tiny", ["data.source=[a"]) == (
+    assert refusal("gpt2-tiny", ["data.source=[a"]) == (
         "override 'data.source=[a': line 1, column 3: not YAML "
         "(expected ',' or ']', but got '<stream end>'); fix it there"
     )
@@ -581,7 +588,7 @@ def test_an_override_that_is_not_yaml_is_refused() -> None:
 
 def test_a_recipe_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        load_recipe("tiny").training.steps = 5  # type: ignore[misc]
+        load_recipe("gpt2-tiny").training.steps = 5  # type: ignore[misc]
 
 
 def test_a_key_is_described_by_type_default_and_a_sentence() -> None:
@@ -614,7 +621,7 @@ unhurried = settings(deadline=None)  # a loaded machine is no failure
 
 def test_a_length_in_one_unit_replaces_the_files_in_the_other() -> None:
     tiny, wikitext = (
-        load_recipe("tiny", ["training.epochs=2"]),
+        load_recipe("gpt2-tiny", ["training.epochs=2"]),
         load_recipe("gpt2-124m-wikitext103", "training.steps=9"),
     )
     assert (tiny.training.steps, tiny.training.epochs) == (None, 2)
@@ -656,7 +663,7 @@ overrides_by_key = st.fixed_dictionaries(
 @example({"data.source": "\x85", "run.storage": "Übung\u2028"})  # line breaks to PyYAML
 @unhurried
 def test_a_resolved_recipe_loads_again_to_an_equal_one(tmp_path_factory: Any, overrides: Any) -> None:
-    recipe = load_recipe("tiny", overrides)
+    recipe = load_recipe("gpt2-tiny", overrides)
     path = tmp_path_factory.getbasetemp() / "resolved.yaml"
     path.write_text(recipe.to_yaml(), "utf-8")
     assert load_recipe(path) == recipe
@@ -684,4 +691,4 @@ def test_any_text_is_a_recipe_or_refused_in_one_line(tmp_path_factory: Any, text
 @given(st.sampled_from([key.name for key in keys()]), st.text())
 @unhurried
 def test_any_override_is_taken_or_refused_in_one_line(key: str, text: str) -> None:
-    assert len(complaint("tiny", [f"{key}={text}"]).splitlines()) <= 1
+    assert len(complaint("gpt2-tiny", [f"{key}={text}"]).splitlines()) <= 1

@@ -25,8 +25,8 @@ windows = np.random.default_rng(0).integers(0, 100, (5, 4, 17)).astype(np.int32)
 losses = {}
 for engine, mlp in (("jax", "geglu"), ("torch", "geglu"), ("torch", "swiglu")):
     model = {"layers": 1, "heads": 2, "width": 32, "context": 16, "mlp": mlp}
-    recipe = load_recipe("tiny", {"engine": engine, "model": model, "training.batch_tokens": 64,
-                                  "optimizer.learning_rate": 0.01, "schedule.warmup_steps": 0})
+    recipe = load_recipe("gpt2-tiny", {"engine": engine, "model": model, "training.batch_tokens": 64,
+                                       "optimizer.learning_rate": 0.01, "schedule.warmup_steps": 0})
     computes = engine_of(engine).Engine(recipe, 100)
     state, found = computes.start(), []
     for batch in windows:

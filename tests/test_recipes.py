@@ -17,10 +17,12 @@ RECIPES = [
     "gpt2-124m-openwebtext",
     "gpt2-124m-wikitext103",
     "gpt2-124m-wikitext103-smoke",
+    "gpt2-tiny",
     "modern-1.5b",
     "modern-124m",
     "modern-350m",
     "shakespeare-char",
+    "shakespeare-modern",
     "speedrun-124m",
     "tiny",
 ]
@@ -71,9 +73,15 @@ def test_shipped_lines_fit_on_a_screen(name: str) -> None:
 
 def test_tiny_is_small_enough_for_two_cores_and_needs_no_file() -> None:
     tiny = load_recipe("tiny")
-    assert describe(tiny.model, 4096).count == 1_334_016  # "1.3 million" in its first line
+    assert describe(tiny.model, 4096).count == 1_835_008  # "1.8 M" in its first line
     assert tiny.training.steps * tiny.training.batch_tokens == 819_200  # "0.8 million tokens"
     assert (tiny.data.source, tiny.data.tokenizer) == ("stdlib", "bpe:4096")
+
+
+def test_gpt2_tiny_differs_from_tiny_in_layers_optimizer_and_schedule_alone() -> None:
+    modern, gpt2 = load_recipe("tiny").to_dict(), load_recipe("gpt2-tiny").to_dict()
+    assert {part for part in modern if modern[part] != gpt2[part]} == {"model", "optimizer", "schedule", "run"}
+    assert all(modern["model"][key] == gpt2["model"][key] for key in ("layers", "heads", "width", "context"))
 
 
 def test_tiny_lists_the_keys_that_people_change() -> None:

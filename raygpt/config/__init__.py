@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from raygpt.config.cluster import Cluster, Mesh
 from raygpt.config.data import Data, Source
-from raygpt.config.model import PRESETS, SIZES, Model
+from raygpt.config.model import FAMILY, PRESETS, SIZES, Model
 from raygpt.config.optimizer import Optimizer
 from raygpt.config.parts import May, Part, multiples_around, shown
 from raygpt.config.run import Run, Track
@@ -22,6 +22,7 @@ from raygpt.config.training import TASKS, Training
 from raygpt.errors import RaygptError
 
 __all__ = [
+    "FAMILY",
     "PRESETS",
     "SIZES",
     "TASKS",

@@ -32,6 +32,7 @@ PRESETS |= {
     },
 }
 SIZES = ("layers", "heads", "width")  # which a depth sets
+FAMILY = {key for preset in PRESETS.values() for key in preset} - {*SIZES, "context"}  # which a preset sets
 HEAD, WIDTH_PER_LAYER = 128, 64  # of a model that is chosen by its depth
 GATED = ("swiglu",)
 HIDDEN_MULTIPLE = 128  # of swiglu's hidden layer: matrix units need multiples

@@ -44,10 +44,10 @@ class Optimizer(Part):
     clip: Annotated[Number, Field(gt=0)] | None = Field(
         1.0, description="The gradient's largest global norm; null does not clip. muon: null."
     )
-    momentum: Beta = Field(0.95, description="muon: decay rate of the running mean of a matrix's gradient.")
-    momentum_warmup: Integer = Field(300, ge=0, description="muon: steps in which momentum rises from 0.85.")
-    embedding_rate: Number = Field(0.3, gt=0, description="muon: AdamW's highest rate of embeddings.")
-    head_rate: Number = Field(0.008, gt=0, description="muon: AdamW's highest rate of an untied head.")
+    momentum: Beta = Field(0.9, description="muon: decay rate of the running mean of a matrix's gradient.")
+    momentum_warmup: Integer = Field(100, ge=0, description="muon: steps in which momentum rises from 0.85.")
+    embedding_rate: Number = Field(0.2, gt=0, description="muon: AdamW's highest rate of embeddings.")
+    head_rate: Number = Field(0.006, gt=0, description="muon: AdamW's highest rate of an untied head.")
     gain_rate: Number = Field(0.02, gt=0, description="muon: AdamW's highest rate of gains, biases and scalars.")
     cautious: bool = Field(
         False, description="muon (default true): a matrix decays only where its update has the same sign."

@@ -21,28 +21,26 @@ POLYNOMIALS = (
 )
 SAFETY = 1.02  # the largest singular value must not round to more than 1
 
-REFERENCE_WIDTH = 768  # the sizes at which the rates are those of the recipe
-REFERENCE_BATCH_TOKENS = 32_768
+REFERENCE_WIDTH = 768  # at which AdamW's rates are those of the recipe
 
 
 def peak_rates(recipe: Recipe) -> dict[Role, float]:
     """The highest rate of each role.
 
-    With muon the recipe's rates are for a width of 768 and batches of 32,768 tokens. All of them are multiplied by
-    the root of the batch, as its gradient has that much less noise; AdamW's also by one over the root of the width. A
-    matrix's does not depend on the width: its update has singular values of 1, however large it is.
+    With muon AdamW's rates are for a width of 768 and are multiplied by the root of 768 / width. A matrix's does not
+    depend on the width: its update has singular values of 1, however large it is. None depends on the batch: from
+    4,096 to 32,768 tokens the same rates were the best.
     """
     settings = recipe.optimizer
     if settings.kind == "adamw":
         return dict.fromkeys(("matrix", "embedding", "head", "gain", "bias"), settings.learning_rate)
-    batch = (recipe.training.batch_tokens / REFERENCE_BATCH_TOKENS) ** 0.5
-    adam = batch * (recipe.model.width / REFERENCE_WIDTH) ** -0.5
+    narrow = (REFERENCE_WIDTH / recipe.model.width) ** 0.5
     return {
-        "matrix": settings.learning_rate * batch,
-        "embedding": settings.embedding_rate * adam,
-        "head": settings.head_rate * adam,
-        "gain": settings.gain_rate * adam,
-        "bias": settings.gain_rate * adam,
+        "matrix": settings.learning_rate,
+        "embedding": settings.embedding_rate * narrow,
+        "head": settings.head_rate * narrow,
+        "gain": settings.gain_rate * narrow,
+        "bias": settings.gain_rate * narrow,
     }
 
 
@@ -74,6 +72,21 @@ def orthogonalise(matrices: Any) -> Any:
         square = x @ x.mT
         x = a * x + (b * square + c * (square @ square)) @ x
     return x
+
+
+def update_of(directions: Any) -> Any:
+    """Orthogonal matrices [..., rows, columns] next to the directions, all columns of one norm.
+
+    With more columns than rows the columns of an orthogonal matrix differ: an MLP's hidden units would learn at
+    different paces. Made equal, the loss of a model of 124 M parameters was 0.01 lower. NorMuon (arXiv 2510.05491)
+    divides by running means of these norms, which would be one more slot.
+    """
+    x = orthogonalise(directions)
+    rows, columns = x.shape[-2:]
+    if rows == columns:
+        return x
+    norms = (x * x).sum(-2)[..., None, :] ** 0.5
+    return x * ((rows / columns) ** 0.5 / (norms + 1e-6))
 
 
 def shape_factor(fan_in: int, fan_out: int) -> float:

@@ -87,7 +87,7 @@ def _parameters(model: Model, sizes: Mapping[str, int]) -> Iterator[Parameter]:
         yield _table("positions", "context", model)
     if model.value_embeddings:
         yield from (_table(f"values{n}", "vocabulary", model) for n in range(model.value_embeddings))
-        yield Parameter("value_gains", ("value_layers",), "gain", ZEROS)
+        yield Parameter("value_gains", ("value_layers",), "gain", FirstValues("constant", 0.5))
     if model.embedding_norm:
         yield from _norm("embedding_norm", "width", model)
     if model.x0_mixing:

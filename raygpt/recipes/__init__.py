@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from raygpt import storage
-from raygpt.config import SIZES, Optimizer, Recipe, shown
+from raygpt.config import FAMILY, SIZES, Optimizer, Recipe, shown
 from raygpt.errors import RaygptError
 from raygpt.recipes.explain import explain_first, flat, nearest, one_line
 
@@ -25,10 +25,10 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] | Mapping[str
     where = f"recipe {name!r}"
     values = _parse_file(_read(name), where)
     changes = _changes(overrides)
-    if any(changes.get(key) is not None for key in ("model.preset", "model.depth")):
-        # Otherwise the file's sizes would override those. Its context stays.
-        for key in SIZES:
-            values.pop(f"model.{key}", None)
+    # The file's keys would override those of another preset or depth. Its context stays.
+    for change, keys in (("model.depth", SIZES), ("model.preset", (*SIZES, *FAMILY))):
+        if changes.get(change) is not None:
+            values = {key: value for key, value in values.items() if key.removeprefix("model.") not in keys}
     kind = values.get("optimizer.kind", Optimizer().kind)
     if changes.get("optimizer.kind", kind) != kind:
         # The file's rates, betas and decay are for another optimizer.

@@ -6,6 +6,7 @@ Reads only the run directories, so it works while a run trains, from another mac
 from typing import Any
 
 from raygpt import storage
+from raygpt.config import PRESETS
 from raygpt.errors import RaygptError
 from raygpt.models import describe
 from raygpt.runs import RECIPE, OpenRun, checkpoints, open_run, records
@@ -71,7 +72,10 @@ def _checkpoint(run: OpenRun, step: int) -> Facts:
 
 def _model(run: OpenRun) -> str:
     model = run.recipe.model
-    return model.preset or f"{model.layers}×{model.width}"
+    size = f"{model.layers}×{model.width}"
+    if model.preset is None:
+        return size
+    return model.preset if "layers" in PRESETS[model.preset] else f"{model.preset} {size}"
 
 
 def _state(run: OpenRun, last: Facts) -> tuple[str, str]:

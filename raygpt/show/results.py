@@ -128,9 +128,17 @@ def show_run(facts: Mapping[str, Any]) -> None:
         out.print(f"\n[bold]a sample of step {facts['sample']['step']}[/]")
         out.print(escape(printable(facts["sample"]["text"])), soft_wrap=True)
     out.print("\n[bold]recipe[/][dim], where it differs from the defaults; recipe.yaml has all of it[/]")
-    chosen, defaults = flat(facts["recipe"]), flat(Recipe().to_dict())
-    keys = [key for key, value in chosen.items() if value != defaults.get(key)]
-    out.print(table_of([(key, value_text(chosen[key])) for key in keys]))
+    out.print(table_of([(key, value_text(value)) for key, value in _chosen(facts["recipe"]).items()]))
+
+
+def _chosen(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that are not at their defaults, nor at those of the preset, the depth and the optimizer's kind."""
+    values, usual = flat(recipe), flat(Recipe().to_dict())
+    others = {key: values[key] for key in ("model.preset", "model.depth", "optimizer.kind")}
+    model = {"preset": others["model.preset"], "depth": others["model.depth"]}
+    with_them = flat(Recipe.model_validate({"model": model, "optimizer": {"kind": others["optimizer.kind"]}}).to_dict())
+    defaults = with_them | {key: usual[key] for key in others}
+    return {key: value for key, value in values.items() if value != defaults.get(key)}
 
 
 def show_report(files: Mapping[str, int]) -> None:

@@ -35,7 +35,7 @@ def engine():
 
     from raygpt.engines.jax.engine import JaxEngine
 
-    return JaxEngine(load_recipe("tiny", RECIPE), vocab=257, devices=jax.devices()[:1])
+    return JaxEngine(load_recipe("gpt2-tiny", RECIPE), vocab=257, devices=jax.devices()[:1])
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,7 @@ def compiled_quickly():
 def recipe(mesh=None, rows=ROWS, **model):
     sizes = {"layers": 2, "heads": 4, "width": 32, "context": CONTEXT, "dropout": 0.1, **model}
     return load_recipe(
-        "tiny",
+        "gpt2-tiny",
         {
             "model": sizes,
             "training": {"steps": STEPS, "batch_tokens": rows * CONTEXT},

@@ -43,7 +43,7 @@ def recipe(mesh=None, remat="none", **model):
     sizes = {"layers": 2, "heads": 4, "width": 256, "context": CONTEXT, "dropout": 0.0, **model}
     training = {"steps": STEPS, "batch_tokens": ROWS * CONTEXT, "compile": "unrolled", "remat": remat}
     changes = {"model": sizes, "training": training, "schedule.warmup_steps": 0, "cluster.mesh": mesh or {}}
-    return load_recipe("tiny", changes)
+    return load_recipe("gpt2-tiny", changes)
 
 
 def make_engine(kernels, *, precision="fp32", accumulation=1, devices=1, **settings):

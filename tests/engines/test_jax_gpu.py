@@ -33,7 +33,7 @@ def windows(count=50):
 def make_engine(kernels, precision="bf16", **training):
     training = {"steps": STEPS, "batch_tokens": ROWS * CONTEXT, **training}
     changes = {"model.preset": "gpt2", "model.context": CONTEXT, "training": training, "schedule.warmup_steps": 50}
-    return JaxEngine(load_recipe("tiny", changes), VOCAB, kernels=kernels, precision=precision)
+    return JaxEngine(load_recipe("gpt2-tiny", changes), VOCAB, kernels=kernels, precision=precision)
 
 
 def losses(kernels, precision="bf16"):
@@ -58,7 +58,7 @@ TWICE = """
 import hashlib, jax
 from raygpt.engines.jax.processes import set_up
 from raygpt.recipes import load_recipe
-set_up(load_recipe("tiny", {"training.deterministic": True}))
+set_up(load_recipe("gpt2-tiny", {"training.deterministic": True}))
 from tests.engines.test_jax_gpu import make_engine, windows
 engine, batches = make_engine(None, deterministic=True), windows(2)
 assert engine.describe()["attention"] == "Triton"

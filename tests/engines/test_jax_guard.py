@@ -31,7 +31,7 @@ def make_engine(on_nan="stop", precision="fp32"):
         "training": {"batch_tokens": ROWS * CONTEXT, "steps": 20, "on_nan": on_nan},
         "schedule.warmup_steps": 10,
     }
-    return JaxEngine(load_recipe("tiny", settings), VOCAB, devices=jax.devices()[:1], precision=precision)
+    return JaxEngine(load_recipe("gpt2-tiny", settings), VOCAB, devices=jax.devices()[:1], precision=precision)
 
 
 def take(engine, state, number, weight=1.0):

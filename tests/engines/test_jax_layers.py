@@ -29,7 +29,7 @@ def lowered(how, remat):
         "model": {"layers": LAYERS, "heads": 2, "width": 16, "context": CONTEXT, "dropout": 0.2},
         "training": {"batch_tokens": ROWS * CONTEXT, "compile": how, "remat": remat},
     }
-    engine = JaxEngine(load_recipe("tiny", settings), VOCAB, devices=jax.devices()[:1], precision="fp64")
+    engine = JaxEngine(load_recipe("gpt2-tiny", settings), VOCAB, devices=jax.devices()[:1], precision="fp64")
     return engine, engine._step.lower(engine._shapes, engine.put(WINDOWS[0]))
 
 

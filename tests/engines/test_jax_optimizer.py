@@ -24,7 +24,7 @@ MATRICES = {name for name in SHAPES if name.endswith("kernel")} | {"tokens", "po
 def recipe(**changes):
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
     settings = {"training.steps": STEPS, "schedule.warmup_steps": 0, "schedule.kind": "constant", **dotted}
-    return load_recipe("tiny", settings)
+    return load_recipe("gpt2-tiny", settings)
 
 
 def one_device():

@@ -120,7 +120,7 @@ def test_a_dimension_that_an_axis_does_not_divide_is_not_cut():
 def test_what_the_optimizer_remembers_lies_where_its_parameters_lie():
     mesh = make_mesh(sizes(data=2, fsdp=2, tensor=2))
     description, tree = shapes()
-    slots = jax.eval_shape(make_optimizer(load_recipe("tiny"), description, mesh, "fp32").init, tree)
+    slots = jax.eval_shape(make_optimizer(load_recipe("gpt2-tiny"), description, mesh, "fp32").init, tree)
     expected = state_shardings(mesh, description, tree)
     placed = state_shardings(mesh, description, {"slots": slots, "step": jax.ShapeDtypeStruct((), jnp.int32)})
     assert placed["slots"] == {"means": expected, "squares": expected}

@@ -30,7 +30,7 @@ def make_engine(mesh=None, **model):
         "training": {"batch_tokens": ROWS * CONTEXT, "steps": 20},
         "cluster.mesh": mesh or {},
     }
-    return JaxEngine(load_recipe("tiny", settings), VOCAB, devices=None if mesh else jax.devices()[:1])
+    return JaxEngine(load_recipe("gpt2-tiny", settings), VOCAB, devices=None if mesh else jax.devices()[:1])
 
 
 def train(engine, state, windows):

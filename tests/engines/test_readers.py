@@ -113,7 +113,7 @@ def test_prompts_of_one_bucket_are_compiled_once(opened, engine):
 
 def recipe(engine):
     sizes = {"layers": 2, "heads": 4, "width": 32, "context": CONTEXT}
-    return load_recipe("tiny", {"engine": engine, "model": sizes, "training.batch_tokens": 8 * CONTEXT})
+    return load_recipe("gpt2-tiny", {"engine": engine, "model": sizes, "training.batch_tokens": 8 * CONTEXT})
 
 
 def test_parameters_are_read_without_the_optimizer(engine, tmp_path):

@@ -84,7 +84,7 @@ def test_a_step_that_is_a_spike_is_left_out_on_the_device(engine, monkeypatch):
     training = {"batch_tokens": 64, "steps": 10, "on_spike": "skip"}
     model = {"layers": 1, "heads": 2, "width": 16, "context": 16}
     slow = {"optimizer.learning_rate": 1e-5, "schedule.warmup_steps": 0}
-    recipe = load_recipe("tiny", {"model": model, "training": training, "engine": engine, **slow})
+    recipe = load_recipe("gpt2-tiny", {"model": model, "training": training, "engine": engine, **slow})
     computing = make(engine, recipe)
     state = computing.start()
     told = []

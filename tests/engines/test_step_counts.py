@@ -21,7 +21,7 @@ def recipe(engine, layers, how="unrolled", optimizer="adamw", **model):
     sizes = {"layers": layers, "heads": 4, "width": 256, "context": CONTEXT, "dropout": 0.0, **model}
     training = {"steps": 10, "batch_tokens": ROWS * CONTEXT, "compile": how if engine == "jax" else "off"}
     settings = {"engine": engine, "model": sizes, "training": training, "schedule.warmup_steps": 0}
-    return load_recipe("tiny", {**settings, "optimizer.kind": optimizer})
+    return load_recipe("gpt2-tiny", {**settings, "optimizer.kind": optimizer})
 
 
 # JAX

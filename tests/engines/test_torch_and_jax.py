@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_thread")
 def recipe(engine, **model):
     """A batch learnt by heart, more or less: clipped at first, with a high rate that rises and falls."""
     return load_recipe(
-        "tiny",
+        "gpt2-tiny",
         {
             "engine": engine,
             "model": {"layers": 2, "heads": 4, "width": 32, "context": CONTEXT, **model},

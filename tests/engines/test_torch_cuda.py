@@ -19,7 +19,7 @@ WINDOWS = np.random.default_rng(0).integers(0, VOCAB, (STEPS, ROWS, CONTEXT + 1)
 def make_engine(device="cuda", precision=None, optimizer="adamw", **settings):
     training = {key: settings.pop(key) for key in ("compile", "remat", "on_nan") if key in settings}
     recipe = load_recipe(
-        "tiny",
+        "gpt2-tiny",
         {
             "engine": "torch",
             "model": {"layers": 2, "heads": 4, "width": 256, "context": CONTEXT, "dropout": 0.1, **settings},

@@ -35,7 +35,7 @@ def recipe(rows=ROWS, steps=STEPS, engine="torch", optimizer=None, mesh=None, **
     training = {key: settings.pop(key) for key in ("compile", "remat", "on_nan") if key in settings}
     sizes = {"layers": 2, "heads": 4, "width": 32, "context": CONTEXT, "dropout": 0.1, **settings}
     return load_recipe(
-        "tiny",
+        "gpt2-tiny",
         {
             "engine": engine,
             "model": sizes,
@@ -560,7 +560,7 @@ def test_it_says_what_computes():
 def refusal(make):
     with pytest.raises(RaygptError) as caught:
         make()
-    return str(caught.value).removeprefix("recipe 'tiny': ")
+    return str(caught.value).removeprefix("recipe 'gpt2-tiny': ")
 
 
 def test_what_cannot_be_is_refused_in_one_line(monkeypatch):
@@ -609,4 +609,4 @@ def test_a_worker_on_a_cpu_has_the_share_of_memory_that_it_has_of_cores(threads,
     monkeypatch.setattr(engine_module, "cores", lambda: 16)
     monkeypatch.setattr(engine_module, "memory_for_work", lambda: 64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert engine_module.find_devices(load_recipe("tiny", {"engine": "torch"})).memory_bytes == memory
+    assert engine_module.find_devices(load_recipe("gpt2-tiny", {"engine": "torch"})).memory_bytes == memory

@@ -30,7 +30,7 @@ def train(tmp_path):
         (tmp_path / name).mkdir(exist_ok=True)
         tokenizers.save(opened.tokenizer, str(tmp_path / name))
         recipe = load_recipe(
-            "tiny",
+            "gpt2-tiny",
             {
                 "engine": "torch",
                 "model": {"layers": 1, "heads": 2, "width": 32, "context": CONTEXT, "dropout": 0.1},

@@ -19,7 +19,7 @@ MATRICES = {"tokens", "up"}
 
 def recipe(**changes):
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    return load_recipe("tiny", {"engine": "torch", "training.steps": STEPS, "schedule.warmup_steps": 0, **dotted})
+    return load_recipe("gpt2-tiny", {"engine": "torch", "training.steps": STEPS, "schedule.warmup_steps": 0, **dotted})
 
 
 def draw(seed):

@@ -61,7 +61,7 @@ def make_engine(mesh=None, accumulation=1, precision="fp64", compile="off", rema
         "schedule.warmup_steps": 5,
         "cluster.mesh": mesh or {},
     }
-    return TorchEngine(load_recipe("tiny", settings), VOCAB, accumulation=accumulation, precision=precision)
+    return TorchEngine(load_recipe("gpt2-tiny", settings), VOCAB, accumulation=accumulation, precision=precision)
 
 
 def train(engine, state, steps=range(STEPS)):

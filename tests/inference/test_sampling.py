@@ -122,7 +122,7 @@ def trained():
     from raygpt.recipes import load_recipe
 
     sizes = {"layers": 2, "heads": 4, "width": 32, "context": 24}
-    recipe = load_recipe("tiny", {"model": sizes, "training.batch_tokens": 4 * 24, "cluster.mesh.fsdp": 2})
+    recipe = load_recipe("gpt2-tiny", {"model": sizes, "training.batch_tokens": 4 * 24, "cluster.mesh.fsdp": 2})
     jax.config.update("jax_disable_most_optimizations", True)  # quicker to compile
     engine = JaxEngine(recipe, VOCAB, devices=jax.devices()[:2])
     state = engine.start()

@@ -68,7 +68,7 @@ def test_training_starts_from_an_imported_run_in_either_engine(tmp_path, engine)
     made = theirs(tmp_path)
     run = import_run(str(tmp_path), str(tmp_path / "run"), "torch")
     changes = {"model": {"layers": 2, "heads": 2, "width": 32, "context": 16}, "training.batch_tokens": 128}
-    recipe = load_recipe("tiny", {"engine": engine, "run.start_from": run.folder, **changes})
+    recipe = load_recipe("gpt2-tiny", {"engine": engine, "run.start_from": run.folder, **changes})
     checkpoint = resume.fork(recipe, str(tmp_path), tokenizers.fingerprint(Bytes()))
     assert (checkpoint.step, checkpoint.folder) == (0, run.pick().folder)
     written = read_weights("torch", checkpoint.folder, recipe.model, VOCAB)
@@ -79,7 +79,7 @@ def test_training_starts_from_an_imported_run_in_either_engine(tmp_path, engine)
     np.testing.assert_array_equal(again.parameters["blocks.up.kernel"][1], right)
     assert (again.step, np.abs(again.slots["means"]["blocks.up.kernel"]).max()) == (0, 0)
     with pytest.raises(RaygptError, match=r"another model \(model.layers: 2 → 3, its tokenizer\)"):
-        resume.fork(load_recipe("tiny", {"run.start_from": run.folder, **changes, "model.layers": 3}), "", "x")
+        resume.fork(load_recipe("gpt2-tiny", {"run.start_from": run.folder, **changes, "model.layers": 3}), "", "x")
 
 
 def test_weights_of_older_files_in_parts_and_in_bf16_are_read(tmp_path):
@@ -171,7 +171,7 @@ def test_a_name_on_the_hub_needs_the_extra(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("bias", "tied"), [(False, True), (False, False)])
 def test_models_that_transformers_has_not_are_exported_with_equal_logits(tmp_path, bias, tied):
     sizes = {"layers": 2, "heads": 2, "width": 32, "context": 16, "bias": bias, "tied_head": tied}
-    recipe = load_recipe("tiny", {"engine": "torch", "model": sizes, "training.batch_tokens": 128})
+    recipe = load_recipe("gpt2-tiny", {"engine": "torch", "model": sizes, "training.batch_tokens": 128})
     engine = engine_of("torch").Engine(recipe, VOCAB)
     parameters = engine.gather(engine.start()).parameters
     random = np.random.default_rng(6)

@@ -18,7 +18,9 @@ from raygpt.runs.status import details, status
 def make_run(home, name, *, steps=20, until=20, lines=(), **settings):
     """A run directory as training leaves it, with a checkpoint at `until`."""
     folder = home / name
-    recipe = load_recipe("tiny", {"training.steps": steps, "data.tokenizer": "bytes", "run.name": name, **settings})
+    recipe = load_recipe(
+        "gpt2-tiny", {"training.steps": steps, "data.tokenizer": "bytes", "run.name": name, **settings}
+    )
     tokenizers.save(tokenizers.Bytes(), str(folder))
     (folder / "recipe.yaml").write_text(recipe.to_yaml())
     logged = [{"step": 0, "val_loss": 5.5, "time": 1000.0}]
@@ -53,6 +55,14 @@ def test_a_run_that_reached_its_last_step_and_was_scored_is_finished(tmp_path):
     assert (facts["state"], facts["step"], facts["steps"]) == ("finished", 20, 20)
     assert (facts["loss"], facts["val_loss"], facts["tokens_per_s"], facts["mfu"]) == (3.0, 3.5, 100.0, None)
     assert (facts["engine"], facts["model"], facts["last_seen"]) == ("jax", "4×128", 1021.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({}, "4×128"), ({"model.preset": "gpt2"}, "gpt2"), ({"model": {"preset": "llama", "depth": 6}}, "llama 6×384")],
+)
+def test_a_model_has_its_size_and_its_familys_name(settings, name, tmp_path):
+    assert status(open_run(str(make_run(tmp_path, "mine", **settings))))["model"] == name
 
 
 def test_a_run_is_running_while_its_driver_lives_whatever_an_earlier_one_left(tmp_path):

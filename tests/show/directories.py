@@ -8,10 +8,10 @@ from raygpt.runs.records import keep_sample, write_about
 
 
 def make_run(home, name, lines, settings=None, samples=()):
-    """A run of tiny with these lines of metrics."""
+    """a run of gpt2-tiny with these lines of metrics."""
     folder = home / name
     tokenizers.save(tokenizers.Bytes(), str(folder))
-    (folder / "recipe.yaml").write_text(load_recipe("tiny", {"run.name": name, **(settings or {})}).to_yaml())
+    (folder / "recipe.yaml").write_text(load_recipe("gpt2-tiny", {"run.name": name, **(settings or {})}).to_yaml())
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step, text in samples:
         keep_sample(str(folder), step, text)

@@ -60,7 +60,7 @@ def make_task(tmp_path_factory):
             "schedule.warmup_steps": 0,
             "training": {"batch_tokens": ROWS * CONTEXT, "steps": 10, "log_every": 3, "eval_every": 4},
         }
-        recipe = load_recipe("tiny", {**settings, **changes})
+        recipe = load_recipe("gpt2-tiny", {**settings, **changes})
         feed = feed or Feed([opened.train], context=CONTEXT, batch_rows=ROWS, seed=recipe.training.seed)
         return Task(recipe, feed, (opened.val,), str(run))
 
@@ -553,7 +553,7 @@ def test_validation_losses_that_cannot_be_read_cost_warnings_and_no_checkpoint(m
 def test_it_goes_on_after_the_newest_checkpoint_with_the_batch_that_follows(make_task):
     task = make_task(**{"training.checkpoint_every": 4, "training.steps": 8})
     run(task, FakeEngine())
-    longer = replace(task, recipe=load_recipe("tiny", {**task.recipe.to_dict(), "training.steps": 10}))
+    longer = replace(task, recipe=load_recipe("gpt2-tiny", {**task.recipe.to_dict(), "training.steps": 10}))
     engine = FakeEngine()
     events = run(longer, engine)
     assert Resumed(8, checkpoints.folder_of(task.run_folder, 8), is_fork=False) in events
@@ -929,7 +929,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning_for_the_one_before(m
     task = make_task(**{"training.checkpoint_every": 4, "training.steps": 8})
     run(task, FakeEngine())
     damage(checkpoints.folder_of(task.run_folder, 8))
-    longer = replace(task, recipe=load_recipe("tiny", {**task.recipe.to_dict(), "training.steps": 10}))
+    longer = replace(task, recipe=load_recipe("gpt2-tiny", {**task.recipe.to_dict(), "training.steps": 10}))
     engine = FakeEngine()
     events = run(longer, engine)
     warnings = texts_of(events, Warned)
@@ -950,7 +950,7 @@ def test_spikes_that_a_restored_state_has_counted_are_no_news(make_task):
     changes = {"training.on_spike": "stop", "training.checkpoint_every": 4}
     task = make_task(**changes, **{"training.steps": 8})
     run(task, FakeEngine())
-    longer = replace(task, recipe=load_recipe("tiny", {**task.recipe.to_dict(), "training.steps": 12}))
+    longer = replace(task, recipe=load_recipe("gpt2-tiny", {**task.recipe.to_dict(), "training.steps": 12}))
     events = run(longer, FakeEngine(spikes=dict.fromkeys(range(1, 13), 3.0)))
     assert events[-1] == Finished(12)
 

@@ -116,7 +116,7 @@ def test_rows_are_shared_out_over_the_mesh_and_padded(devices, mesh, micro_rows)
 def test_the_estimate_is_within_a_fifth_of_what_the_tpus_compiler_needs(preset, mesh, changes, gib):
     """512 rows in bf16 on 16 chips; benchmarks/results/tpu-v6e-compile.json has the compiler's figures."""
     settings = {"model": {"preset": preset}, "cluster.mesh": {"data": 1, **mesh}, **changes}
-    recipe = load_recipe("tiny", {**settings, "training.batch_tokens": 512 * 1024})
+    recipe = load_recipe("gpt2-tiny", {**settings, "training.batch_tokens": 512 * 1024})
     got = split_batch(recipe, 50257, Devices(16, 32 * GIB, 2, keeps_scores=False))
     assert got.accumulation == 1
     assert got.memory_bytes / GIB == pytest.approx(gib, rel=0.2)

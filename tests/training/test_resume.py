@@ -56,7 +56,7 @@ def test_the_same_text_and_a_new_run_are_not(run_folder, after, tokenizer, data,
 
 
 def schedule(kind, steps, warmup=20):
-    return load_recipe("tiny", {"schedule.kind": kind, "schedule.warmup_steps": warmup, "training.steps": steps})
+    return load_recipe("gpt2-tiny", {"schedule.kind": kind, "schedule.warmup_steps": warmup, "training.steps": steps})
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_whoever_watches_is_warned_before_the_run_goes_on(tmp_path, monkeypatch)
 def test_a_checkpoint_whose_marker_is_damaged_is_passed_over_for_the_one_before(run_folder):
     newest = checkpoints.folder_of(run_folder, 20)
     checkpoints.commit(newest, 20, {"tokenizer": "bytes-1", "data": ["aa", "bb"]}, {})
-    recipe = load_recipe("tiny", {"training.steps": 30})
+    recipe = load_recipe("gpt2-tiny", {"training.steps": 30})
     Path(run_folder, "recipe.yaml").write_text(recipe.to_yaml())
     assert check(run_folder, recipe, force=False) == 20
     Path(newest, "checkpoint.json").write_text('{"step": 20, "fil')
@@ -117,7 +117,7 @@ def test_a_checkpoint_whose_marker_is_damaged_is_passed_over_for_the_one_before(
 
 
 def test_what_a_run_began_from_may_be_gone_when_it_goes_on(tmp_path):
-    recipe = load_recipe("tiny", {"run.start_from": "gone"})
+    recipe = load_recipe("gpt2-tiny", {"run.start_from": "gone"})
     assert fork(recipe, str(tmp_path), "bytes-1", after=10) is None
     with pytest.raises(RaygptError, match="there is no run 'gone'"):
         fork(recipe, str(tmp_path), "bytes-1")

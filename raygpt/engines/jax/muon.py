@@ -41,7 +41,7 @@ class Matrices:
         padding = jnp.zeros((-ends[-1] % self.mesh.size, *wide[0].shape[1:]), self.dtype)
         cut = self._cut(group[0])
         whole = spread_matrices(self.mesh, cut, jnp.concatenate([*wide, padding]))  # [matrices, rows, columns]
-        results = unspread_matrices(self.mesh, cut, muon.orthogonalise(whole))
+        results = unspread_matrices(self.mesh, cut, muon.update_of(whole))
         for parameter, result in zip(group, jnp.split(results, ends)[:-1], strict=True):
             like = directions[parameter.name]
             turned = result.mT if self._is_tall(parameter) else result

@@ -34,7 +34,7 @@ class Muon:
         self.momentum = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
         self._owners = Owners(self._parameters, mesh)
         compiled: Any = partial(torch.compile, dynamic=False) if compiles else lambda function: function
-        self._advance, self._orthogonalise, self._change = map(compiled, (_advance, muon.orthogonalise, _change))
+        self._advance, self._update_of, self._change = map(compiled, (_advance, muon.update_of, _change))
 
     @torch.no_grad()
     def step(self, rate: float, updates: Tensor, divisor: Tensor, left_out: Tensor) -> None:
@@ -44,7 +44,7 @@ class Muon:
         whole = self._owners.gather(directions)
         for numbers in _batches({number: tuple(sorted(matrix.shape)) for number, matrix in whole.items()}):
             wide = torch.stack([_wide(whole[number]) for number in numbers])  # [matrices, rows, columns]
-            for number, result in zip(numbers, self._orthogonalise(wide), strict=True):
+            for number, result in zip(numbers, self._update_of(wide), strict=True):
                 whole[number] = result if whole[number].shape == result.shape else result.mT
         self._apply(self._owners.scatter(whole, directions[0]), rate, left_out)
         for parameter in self._parameters:
