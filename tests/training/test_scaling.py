@@ -63,6 +63,22 @@ def test_workers_that_are_no_tpu_slice_are_refused(asked, refusal):
         scaling.Workers(cluster, "tpu").scaling()
 
 
+def test_tpus_that_the_cluster_does_not_have_are_refused_unless_the_recipe_says_what_a_host_has(monkeypatch):
+    nodes = [{"Alive": True, "Resources": {"CPU": 4.0}}]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    workers = scaling.Workers(check_part("cluster", {"accelerator": "tpu"}), "tpu")
+    with pytest.raises(RaygptError) as refused:
+        scaling.ensure_room(workers)
+    assert str(refused.value) == (
+        "cluster.accelerator: tpu is not there, the cluster has 1 node, 4 CPU; write cluster.accelerator: auto, or "
+        "cluster.topology and cluster.accelerator_type of a slice that is to come"
+    )
+    said = scaling.Workers(check_part("cluster", {"accelerator": "tpu", "resources_per_worker": {"TPU": 4}}), "tpu")
+    assert (said.resources["TPU"], said.room()) == (4, 0)
+    nodes.append({"Alive": True, "Resources": {"CPU": 8.0, "TPU": 4.0}})
+    assert (workers.resources["TPU"], workers.room()) == (4, 1)
+
+
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory):
     """Run a scenario of nodes.py in a process and a cluster of its own."""

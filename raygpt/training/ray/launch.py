@@ -23,7 +23,7 @@ from raygpt.training.events import Event, StepLogged, Stopped, Validated, Warned
 from raygpt.training.prepared import Prepared
 from raygpt.training.ray.backend import backend_for
 from raygpt.training.ray.mailbox import open_mailbox
-from raygpt.training.ray.scaling import choose_workers, ensure_shared
+from raygpt.training.ray.scaling import choose_workers, ensure_room, ensure_shared
 from raygpt.training.ray.trainer import Trainer, fit
 from raygpt.training.ray.worker import work
 from raygpt.training.stopping import clear_stop_request, stoppable
@@ -44,10 +44,10 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
     """Prepare a run, for the cluster that this process is connected to, if any."""
     if not ray.is_initialized():
         return prepared.prepare_run(recipe, watch, force, spare_cpus=lambda: 0)
+    workers = choose_workers(recipe.cluster, recipe.engine)
+    ensure_room(workers)  # before the corpus is prepared, which may take hours
     ensure_shared(prepared.run_folder_of(recipe))
-    return prepared.prepare_run(
-        recipe, watch, force, spare_cpus=lambda: choose_workers(recipe.cluster, recipe.engine).spare_cpus()
-    )
+    return prepared.prepare_run(recipe, watch, force, spare_cpus=workers.spare_cpus)
 
 
 def on_cluster(recipe: Recipe) -> Any:

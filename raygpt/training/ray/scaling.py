@@ -33,15 +33,23 @@ class Workers:
     @property
     def resources(self) -> Resources:
         """The resources of one worker."""
-        defaults: dict[Accelerator, Resources] = {"cpu": {"CPU": 1}, "gpu": {"CPU": 1, "GPU": 1}, "tpu": self._tpu_host}
-        return defaults[self.accelerator] | self.cluster.resources_per_worker
+        defaults = self._tpu_host if self.accelerator == "tpu" else {"CPU": 1.0}
+        if self.accelerator == "gpu":
+            defaults["GPU"] = 1
+        return defaults | self.cluster.resources_per_worker
 
     @property
     def _tpu_host(self) -> Resources:
         """All chips of one host, by the slice's topology or by what the hosts of this cluster have."""
         if self.cluster.topology:
             return dict(self._slice[1])
-        return {"CPU": 1, "TPU": max((node.get("TPU", 0) for node in _nodes()), default=0)}
+        chips = max((node.get("TPU", 0) for node in _nodes()), default=0)
+        if not chips and "TPU" not in self.cluster.resources_per_worker:
+            raise RaygptError(
+                f"cluster.accelerator: tpu is not there, the cluster has {_describe_cluster()}; write "
+                "cluster.accelerator: auto, or cluster.topology and cluster.accelerator_type of a slice that is to come"
+            )
+        return {"CPU": 1, "TPU": chips}
 
     @property
     def _slice(self) -> tuple[int, Resources]:
@@ -132,7 +140,7 @@ def _best_accelerator(cluster: Cluster, engine: str | None, available: Resources
     return "tpu" if is_tpu else "gpu" if available.get("GPU") else "cpu"
 
 
-def ensure_room(workers: Workers, say: Callable[[str], None]) -> None:
+def ensure_room(workers: Workers, say: Callable[[str], None] = lambda text: None) -> None:
     """Refuse workers that can never fit; if an autoscaler can add nodes, say what the run waits for."""
     room, wanted = workers.room(), workers.cluster.min_workers
     if room >= wanted:
