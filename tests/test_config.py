@@ -303,6 +303,10 @@ BAD_VALUES = [
     ("model.layers=four", "model.layers: 'four' is not a whole number; write e.g. model.layers: 4"),
     ("model.layers=true", "model.layers: 'true' is not a whole number; write e.g. model.layers: 4"),
     ("model.layers=4.5", "model.layers: '4.5' is not a whole number; write e.g. model.layers: 4"),
+    (
+        "training.steps=99999999999999999999",
+        "training.steps: '99999999999999999999' should be less than 2147483648; write e.g. training.steps: 1000",
+    ),
     ("model.layers=0", "model.layers: '0' should be greater than 0; write e.g. model.layers: 4"),
     ("model.dropout=1", "model.dropout: '1' should be less than 1; write e.g. model.dropout: 0.0"),
     (
@@ -333,11 +337,15 @@ BAD_VALUES = [
     ("data.val=", "data.val: null is not a fraction between 0 and 1; write e.g. data.val: 0.05"),
     (
         "data.tokenizer=bpe:257",
-        f"data.tokenizer: 'bpe:257' is not bpe:N with a whole N of at least 258; {BPE}",
+        f"data.tokenizer: 'bpe:257' is not bpe:N with a whole N from 258 to 1000000; {BPE}",
+    ),
+    (
+        "data.tokenizer=bpe:99999999",
+        f"data.tokenizer: 'bpe:99999999' is not bpe:N with a whole N from 258 to 1000000; {BPE}",
     ),
     (
         "data.tokenizer=bpe",
-        f"data.tokenizer: 'bpe' is not bpe:N with a whole N of at least 258; {BPE}",
+        f"data.tokenizer: 'bpe' is not bpe:N with a whole N from 258 to 1000000; {BPE}",
     ),
     (
         "data.tokenizer=gpt4",
@@ -648,7 +656,7 @@ overrides_by_key = st.fixed_dictionaries(
         "optimizer.clip": st.none() | st.floats(1e-6, 100),
         "schedule.kind": st.sampled_from(["cosine", "linear", "wsd"]),
         "schedule.end": st.floats(0, 1),
-        "training.steps": st.integers(100, 10**12),
+        "training.steps": st.integers(100, 2**31 - 1),
         "training.eval_every": st.integers(1, 10**9) | st.just("epoch"),
         "training.batch_tokens": st.integers(1, 1000).map(lambda rows: rows * 128),
         "training.seed": st.integers(0, 2**32 - 1),

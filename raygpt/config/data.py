@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo,
 from raygpt.config.parts import SEEDS, Integer, Number, Part, refuse_credentials, shown
 
 MIN_BPE = 258  # 256 bytes, end of text and one merge
+MAX_BPE = 1_000_000  # the largest vocabularies in use; an embedding of so many takes gigabytes
 
 
 class Source(Part):
@@ -66,11 +67,11 @@ class Data(Part):
         refuse_credentials("data.tokenizer", name)
         bpe = re.fullmatch(r"bpe:([0-9]{1,9})", name)
         is_path = name.endswith(".json") or "/" in name
-        if name in ("gpt2", "bytes", "char") or is_path or (bpe and int(bpe[1]) >= MIN_BPE):
+        if name in ("gpt2", "bytes", "char") or is_path or (bpe and MIN_BPE <= int(bpe[1]) <= MAX_BPE):
             return name
         if name.startswith("bpe"):
             raise ValueError(
-                f"data.tokenizer: {shown(name)} is not bpe:N with a whole N of at least {MIN_BPE}; "
+                f"data.tokenizer: {shown(name)} is not bpe:N with a whole N from {MIN_BPE} to {MAX_BPE}; "
                 "write e.g. data.tokenizer: bpe:4096"
             )
         raise ValueError(

@@ -24,6 +24,7 @@ def _count_or_epoch(every: object, info: ValidationInfo) -> object:
 Every = Annotated[int | Literal["epoch"], BeforeValidator(_count_or_epoch), "int or epoch"]
 
 TASKS = ("hellaswag", "lambada")
+STEPS = 2**31  # engines count them in int32
 
 
 def _listed(value: object) -> object:
@@ -57,7 +58,7 @@ def _some_text(prompts: object) -> object:
 class Training(Part):
     """Length, batches, evaluation and checkpoints."""
 
-    steps: Annotated[Integer, Field(gt=0)] | None = Field(
+    steps: Annotated[Integer, Field(gt=0, lt=STEPS)] | None = Field(
         1000, description="Total optimizer steps; null if epochs is given."
     )
     epochs: Annotated[Number, Field(gt=0)] | None = Field(

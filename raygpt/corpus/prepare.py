@@ -302,6 +302,7 @@ def _write_index(
         text_bytes=sum(part.text_bytes for part in parts),
         train=_extents(parts, "train"),
         val=_extents(parts, "val"),
+        notes=tuple(_smaller_tokenizer(job, tokenizer)),
     )
     if not index.train and not (isinstance(job.val, float) and index.val):
         raise RaygptError(f"{job.source.spec} has no text in it: every document is blank; name another source")
@@ -310,6 +311,13 @@ def _write_index(
     elif isinstance(job.val, float) and job.val:
         index = _hold_out_tail(index, folder, job.val, job.split)
     index.write(folder)
+
+
+def _smaller_tokenizer(job: Job, tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
+    """A note if a short text had too few pairs for the merges of bpe:N."""
+    kind, _, wanted = job.tokenizer.partition(":")
+    if kind == "bpe" and tokenizer.vocab < int(wanted):
+        yield f"{job.tokenizer} came out with {tokenizer.vocab:,} tokens: the text has no more pairs to merge"
 
 
 def _extents(parts: Sequence[Part], stream: str) -> tuple[Extent, ...]:
@@ -345,7 +353,7 @@ def _hold_out_tail(index: Index, folder: str, share: float, split: str) -> Index
         notes.append(f"{drawn} of {index.documents} was drawn for validation: {held_out}")
     elif start is None:
         notes.append(f"no document begins near enough to the cut: {held_out}, from within a document on")
-    return replace(index, train=train, val=val, notes=tuple(notes))
+    return replace(index, train=train, val=val, notes=(*index.notes, *notes))
 
 
 def _document_start(stream: TokenStream, cut: int, end_of_text: int) -> int | None:

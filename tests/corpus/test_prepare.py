@@ -373,6 +373,8 @@ def test_a_bpe_is_trained_on_the_corpus_and_kept_with_it(tmp_path: Path) -> None
     trained = hugging_face.ByteLevelBPETokenizer()  # the library's own recipe for such a tokenizer
     trained.train_from_iterator(documents, vocab_size=299, show_progress=False)
     end = trained.get_vocab_size()  # the corpus has fewer merges than were asked for
+    note = f"bpe:300 came out with {end + 1} tokens: the text has no more pairs to merge"
+    assert store.index.notes == (note,)
     expected = [np.array([*trained.encode(text).ids, end]) for text in documents]
     val = [is_val(text, 0.2) for text in documents]
     np.testing.assert_array_equal(
