@@ -60,11 +60,13 @@ def train(
     """Train a model: prepare its corpus if needed, then run the recipe, or resume its run."""
     from raygpt.recipes import load_recipe
     from raygpt.show import data, training
+    from raygpt.training.prepared import check
     from raygpt.training.profiling import parse_steps
     from raygpt.training.ray import launch
 
     loaded = load_recipe(recipe, overrides or [])
     traced = parse_steps(profile) if profile else None
+    check(loaded, force)
     with launch.on_cluster(loaded):
         with data.preparing() as progress:
             run = launch.prepare_run(loaded, progress, force)

@@ -224,6 +224,22 @@ def test_a_bad_file_is_named_and_no_store_is_left(ray_cluster, raygpt, tmp_path,
     assert re.search("not complete|no text", fails(raygpt("data", "show", "store")))
 
 
+@pytest.mark.parametrize("verb", ["prepare {} --out store", "train tiny data.source={}", "train tiny data.val={}"])
+def test_a_bad_file_is_found_before_ray_starts(raygpt, tmp_path, monkeypatch, verb):
+    def start(cpus=None):
+        raise AssertionError("Ray starts")
+
+    monkeypatch.setattr("raygpt.corpus.prepare.connected", start)
+    monkeypatch.setattr("raygpt.training.ray.launch.connected", start)
+    (tmp_path / "good.txt").write_text("good")
+    (tmp_path / "windows.txt").write_text("good, too", "utf-16")
+    message = fails(raygpt(*verb.format("*.txt").split()))
+    assert message == (
+        f"{tmp_path}/windows.txt: is UTF-16, by its byte-order mark; convert it, e.g. iconv -f UTF-16 -t utf-8"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good.txt", "windows.txt"]
+
+
 def test_a_missing_source_says_what_to_write(raygpt):
     message = fails(raygpt("prepare", "nowhere.txt", "--out", "store"))
     assert message.startswith("no text at 'nowhere.txt': no such file, folder or match; write a path, stdlib")

@@ -5,6 +5,7 @@ the word patterns of GPT-2, Llama 3 and Qwen split too, so the tokens are those 
 parquet is one piece.
 """
 
+import codecs
 import contextlib
 import gzip
 import io
@@ -31,6 +32,14 @@ Row = TypeVar("Row", str, bytes)
 
 PIECE_BYTES = 4 * 2**20
 SEPARATOR = END_OF_TEXT.encode()  # on a separate line in text files
+# UTF-32's before UTF-16's, which begins like it
+BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+BEGINNINGS = 1000  # files to look into before the start: half a second
 WIKITEXT_TITLE = re.compile(rb" = (?!= ).+ = \r?\n?$")  # " = Title = ", not " = = Section = = "
 
 
@@ -114,6 +123,8 @@ class DocumentReader:
         with _reading(file), storage.open_read(file.uri) as raw:
             stream = _decompressed(raw, file)
             for number, line in enumerate(_bounded_lines(stream) if file.format == "text" else stream):
+                if number == 0:
+                    _refuse_utf16(line, file)
                 if number % 256 == 0:
                     self.position = before + raw.tell()
                 yield line
@@ -141,6 +152,14 @@ class DocumentReader:
                 for value in batch.column(0).to_pylist():
                     yield _text(value, column, file.uri)
         self.position = before + file.size
+
+
+def check_beginnings(source: Source) -> None:
+    """Read the first document of each file, so that most files that cannot be read are refused before anything starts.
+    Of files that are far away only the first."""
+    near = [file for file in source.files if not storage.is_remote(file.uri)]
+    for file in near[:BEGINNINGS] or source.files[:1]:
+        next(DocumentReader(source, [file]).pieces(), None)
 
 
 @contextlib.contextmanager
@@ -203,6 +222,14 @@ def _decode(content: bytes, file: File, offset: int) -> str:
         raise RaygptError(
             f"{file.uri}: invalid UTF-8 at byte {offset + error.start}; convert it, e.g. iconv -f latin1 -t utf-8"
         ) from error
+
+
+def _refuse_utf16(line: bytes, file: File) -> None:
+    for mark, encoding in BYTE_ORDER_MARKS.items():
+        if line.startswith(mark):
+            raise RaygptError(
+                f"{file.uri}: is {encoding}, by its byte-order mark; convert it, e.g. iconv -f {encoding} -t utf-8"
+            )
 
 
 def _json_text(line: bytes, column: str, where: str) -> str:

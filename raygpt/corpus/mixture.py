@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from raygpt import storage
 from raygpt.config import Data
 from raygpt.corpus import nanogpt, prepare, tokenizers
+from raygpt.corpus.documents import check_beginnings
 from raygpt.corpus.feed import Feed
 from raygpt.corpus.growing import GrowingStore
 from raygpt.corpus.order import window_count
 from raygpt.corpus.prepare import Background, Job, Watch
-from raygpt.corpus.sources import Source, resolve
+from raygpt.corpus.sources import Source, is_path, resolve
 from raygpt.corpus.store import INDEX, PLAN, TokenStore, is_complete, open_store
 from raygpt.errors import RaygptError
 
@@ -88,6 +89,14 @@ def open_mixture(data: Data, stores: str, watch: Watch = lambda progress: None) 
     for job in _jobs(data, list(texts.values())):
         opened[job.source.spec] = prepare.run(job, _folder(job, stores), watch)
     return Mixture(tuple(opened[name] for name in names), tuple(part.weight for part in data.sources))
+
+
+def check_texts(data: Data) -> None:
+    """Refuse files that are not there or cannot be read: this is fast, and needs no cluster."""
+    names = [part.source for part in data.sources] + ([data.val] if isinstance(data.val, str) else [])
+    for name in names:
+        if is_path(name) and not is_prepared(name):
+            check_beginnings(resolve(name, data.column, data.limit, digests=False))
 
 
 def _folder(job: Job, stores: str) -> str:

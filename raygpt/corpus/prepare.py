@@ -20,7 +20,7 @@ import numpy as np
 from raygpt import storage
 from raygpt.cluster import connected
 from raygpt.corpus import pipeline, tokenizers
-from raygpt.corpus.documents import DocumentReader, row_count
+from raygpt.corpus.documents import DocumentReader, check_beginnings, row_count
 from raygpt.corpus.pipeline import Holdout, Part, Unit, part_bytes
 from raygpt.corpus.sources import File, Source, resolve
 from raygpt.corpus.store import (
@@ -104,7 +104,10 @@ def prepare(
 ) -> TokenStore:
     """Tokenise a source into a store. The arguments are those of a recipe's `data`."""
     held_out = resolve(val, column) if isinstance(val, str) else val
-    return run(Job(resolve(source, column, limit), tokenizer, held_out, split, split_seed), folder, watch)
+    job = Job(resolve(source, column, limit), tokenizer, held_out, split, split_seed)
+    for text in job.texts:
+        check_beginnings(text)
+    return run(job, folder, watch)
 
 
 def run(job: Job, folder: str, watch: Watch = lambda progress: None, cpus: float | None = None) -> TokenStore:

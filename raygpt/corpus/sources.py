@@ -92,15 +92,20 @@ class Source:
         return {"files": files, "rule": self.rule, "column": self.column, **limit}
 
 
-def resolve(spec: str, column: str = "text", limit: int | None = None) -> Source:
-    """Find the files that a source names."""
+def resolve(spec: str, column: str = "text", limit: int | None = None, *, digests: bool = True) -> Source:
+    """Find the files that a source names. Without digests, for which files are read, it cannot be prepared."""
     if spec == "stdlib":
         return Source(spec, tuple(_stdlib()), "file", column, limit)
-    if spec.startswith("hf:") or re.split(r"[:@]", spec)[0] in PRESETS:
+    if not is_path(spec):
         rule = PRESETS[name].rule if (name := _dataset_name(spec)) in PRESETS else "file"
         return Source(spec, tuple(_dataset(spec)), rule, column, limit)
     rule, path = ("wikitext", spec.removeprefix("wikitext:")) if spec.startswith("wikitext:") else ("file", spec)
-    return Source(spec, tuple(_files(path)), rule, column, limit)
+    return Source(spec, tuple(_files(path, None if digests else "")), rule, column, limit)
+
+
+def is_path(spec: str) -> bool:
+    """Whether a source is files, folders or a pattern, rather than a dataset or the standard library."""
+    return not (spec == "stdlib" or spec.startswith("hf:") or re.split(r"[:@]", spec)[0] in PRESETS)
 
 
 def _stdlib() -> list[File]:
@@ -119,12 +124,12 @@ class Found(NamedTuple):
     size: int
 
 
-def _files(path: str) -> list[File]:
+def _files(path: str, digest: str | None) -> list[File]:
     """The files of a path, folder or glob, sorted by name. A folder gives those with a known ending."""
     found = _find_remote(path) if storage.is_remote(path) else _find_local(path)
     if not found:
         raise RaygptError(f"no text at {path!r}: {_why_nothing(path)}")
-    files = [_file(one) for one in sorted(found) if one.size]
+    files = [_file(one, digest) for one in sorted(found) if one.size]
     if not files:
         raise RaygptError(f"{path} is empty; name a file or folder with text in it")
     return files
@@ -201,7 +206,7 @@ def _file(found: Found, digest: str | None = None) -> File:
     compression = Path(found.uri).suffix if Path(found.uri).suffix in COMPRESSIONS else None
     # a file named directly, or by a glob such as '*.py', is text whatever its ending
     format_ = FORMATS.get(ending, "text")
-    return File(found.uri, found.size, format_, compression, digest or _digest(found))
+    return File(found.uri, found.size, format_, compression, _digest(found) if digest is None else digest)
 
 
 def _digest(found: Found) -> str:

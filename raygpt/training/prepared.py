@@ -7,7 +7,7 @@ from raygpt import storage
 from raygpt.config import Recipe
 from raygpt.corpus import tokenizers
 from raygpt.corpus.feed import Feed
-from raygpt.corpus.mixture import Mixture, growing_text, open_growing, open_mixture
+from raygpt.corpus.mixture import Mixture, check_texts, growing_text, open_growing, open_mixture
 from raygpt.corpus.prepare import Watch
 from raygpt.corpus.store import STORES
 from raygpt.engines import require
@@ -51,15 +51,27 @@ def run_folder_of(recipe: Recipe) -> str:
     return storage.join(storage.absolute(recipe.run.storage), str(recipe.run.name))
 
 
+def check(recipe: Recipe, force: bool = False) -> None:
+    """Refuse what can be refused in a second, without a cluster: otherwise an error comes after Ray has started."""
+    _check_start(recipe, force)
+    check_texts(recipe.data)
+
+
+def _check_start(recipe: Recipe, force: bool) -> int:
+    """The step to resume after; refuses what is not installed, and a recipe that is not the run's."""
+    folder = run_folder_of(recipe)
+    tracking.require(recipe.track, folder)
+    require(recipe.engine, recipe.model.implementation)
+    return resume.check(folder, recipe, force)
+
+
 def prepare_run(recipe: Recipe, watch: Watch, force: bool, spare_cpus: Callable[[], float]) -> Prepared:
     """Prepare the corpus, or start to; compute the plan; refuse what cannot work.
 
     `spare_cpus` returns how many CPUs the workers leave for tokenising during training.
     """
     home, folder = storage.absolute(recipe.run.storage), run_folder_of(recipe)
-    tracking.require(recipe.track, folder)
-    require(recipe.engine, recipe.model.implementation)
-    after = resume.check(folder, recipe, force)
+    after = _check_start(recipe, force)
     eval_items = _read_eval_items(recipe)
     corpus = _open_corpus(recipe, storage.join(home, STORES), watch, spare_cpus)
     try:

@@ -310,6 +310,15 @@ def test_invalid_utf_8_is_refused_with_the_byte(tmp_path: Path, before: str) -> 
     assert refusal(path) == f"{path}: invalid UTF-8 at byte {offset}; {remedy}"
 
 
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_an_encoding_with_a_byte_order_mark_is_named(tmp_path: Path, encoding: str, name: str) -> None:
+    path = tmp_path / name
+    path.write_text('{"text": "café"}\n', encoding)
+    said, remedy = encoding.upper(), f"convert it, e.g. iconv -f {encoding.upper()} -t utf-8"
+    assert refusal(path) == f"{path}: is {said}, by its byte-order mark; {remedy}"
+
+
 def test_the_byte_is_right_in_later_pieces_too(tmp_path: Path) -> None:
     with pytest.raises(RaygptError, match=f"invalid UTF-8 at byte {17 * 100};"):
         cut(b"A line of words.\n" * 100 + b"\xff\n" + b"A line of words.\n" * 100, tmp_path)
