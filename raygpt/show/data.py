@@ -37,14 +37,15 @@ def preparing() -> Iterator[Callable[["prepare.Progress"], None]]:
 
 
 class _PlainProgress:
-    """A line at the start and every ten seconds."""
+    """A line at the start and every ten seconds; none at the end, which the result follows: it is on standard output,
+    and where the two are captured separately the line would come after it."""
 
     def __init__(self) -> None:
         self._next = 0.0
 
     def __call__(self, progress: "prepare.Progress") -> None:
-        if time.monotonic() >= self._next:
-            share = progress.source_bytes / max(1, progress.source_total)
+        if progress.source_bytes < progress.source_total and time.monotonic() >= self._next:
+            share = progress.source_bytes / progress.source_total
             err.print(f"preparing {share:4.0%}  {_counts(progress)}", soft_wrap=True)
             self._next = time.monotonic() + 10
 

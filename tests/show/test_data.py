@@ -1,0 +1,11 @@
+"""Console output of prepare."""
+
+from raygpt.corpus.prepare import Progress
+from raygpt.show.data import preparing
+
+
+def test_without_a_terminal_progress_has_no_line_at_the_end_where_the_result_follows(capsys):
+    with preparing() as watch:
+        for done in (250, 500, 1000):
+            watch(Progress(documents=1, tokens=done, text_bytes=done, source_bytes=done, source_total=1000, seconds=1))
+    assert capsys.readouterr().err == "preparing  25%  1 documents  250 tokens  0.0 MB/s\n"
