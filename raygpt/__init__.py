@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 def train(recipe: str, **overrides: Any) -> "Result":
     """Run a shipped recipe or a YAML file; overrides are dotted keys or whole parts, e.g. `training={"steps": 100}`."""
+    import logging
+
     from raygpt.recipes import load_recipe
     from raygpt.training.prepared import check
     from raygpt.training.ray import launch
 
-    loaded = load_recipe(recipe, overrides)
+    loaded = load_recipe(recipe, overrides, logging.getLogger("raygpt").warning)
     check(loaded)
     with launch.on_cluster(loaded):
         return launch.train(launch.prepare_run(loaded))

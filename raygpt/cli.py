@@ -59,12 +59,12 @@ def train(
 ) -> None:
     """Train a model: prepare its corpus if needed, then run the recipe, or resume its run."""
     from raygpt.recipes import load_recipe
-    from raygpt.show import data, training
+    from raygpt.show import console, data, training
     from raygpt.training.prepared import check
     from raygpt.training.profiling import parse_steps
     from raygpt.training.ray import launch
 
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = load_recipe(recipe, overrides or [], console.note)
     traced = parse_steps(profile) if profile else None
     check(loaded, force)
     with launch.on_cluster(loaded):

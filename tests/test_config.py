@@ -76,6 +76,36 @@ def test_another_optimizer_in_an_override_replaces_the_files_rates(file: Any) ->
     assert load_recipe(file(text), ["optimizer.kind=muon"]).optimizer.momentum == 0.9
 
 
+WARM = "schedule: {kind: cosine, warmup_steps: 20}"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "warmup"),
+    [
+        (f"{WARM}\ntraining: {{steps: 200}}", ["training.steps=12"], 1),  # a tenth of the run, as before
+        (f"{WARM}\ntraining: {{steps: 40}}", {"training": {"steps": 12}}, 6),
+        (f"{WARM}\ntraining: {{epochs: 3}}", ["training.steps=12"], 1),
+        (f"{WARM}\ntraining: {{steps: 200}}", ["training.steps=20"], 20),  # fits
+        (f"{WARM}\ntraining: {{steps: 40}}", ["training.steps=22", "schedule.kind=wsd"], 11),
+        (f"{WARM}\ntraining: {{steps: 21}}", ["training.steps=10", "schedule.kind=wsd"], 8),  # 2 of 10 fall
+    ],
+)
+def test_a_warm_up_of_the_file_follows_steps_that_are_too_few_for_it_with_a_note(
+    file: Any, text: str, overrides: Any, warmup: int
+) -> None:
+    notes: list[str] = []
+    recipe = load_recipe(file(text), overrides, notes.append)
+    assert recipe.schedule.warmup_steps == warmup
+    said = f"schedule.warmup_steps: {warmup} instead of 20, to fit training.steps {recipe.training.steps}"
+    assert notes == ([said] if warmup != 20 else [])
+
+
+def test_a_warm_up_that_the_user_wrote_is_refused_if_it_is_too_long(file: Any) -> None:
+    line = "schedule.warmup_steps: 20 is more than training.steps 12; write 12 or less"
+    assert line in refusal(file(WARM), ["training.steps=12", "schedule.warmup_steps=20"])
+    assert line in refusal(file(f"{WARM}\ntraining: {{steps: 12}}"), [])
+
+
 @pytest.mark.parametrize(
     ("settings", "decaying"),
     [

@@ -69,18 +69,17 @@ class Recipe(Part):
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> Self:
-        warmup, steps = self.schedule.warmup_steps, self.training.steps
-        if steps is None:
+        warmup, steps, most = self.schedule.warmup_steps, self.training.steps, self.longest_warmup
+        if steps is None or most is None:
             return self  # checked again when epochs have been converted to steps
         if warmup > steps:
             raise ValueError(
                 f"schedule.warmup_steps: {warmup} is more than training.steps {steps}; write {steps} or less"
             )
-        falling = round(self.schedule.decay_share * steps) if self.schedule.kind == "wsd" else 0
-        if warmup + falling > steps:
+        if warmup > most:
             raise ValueError(
-                f"schedule.warmup_steps: {warmup} reaches into the last {falling} of training.steps {steps}, "
-                f"in which schedule.decay_share lets the rate fall; write {steps - falling} or less"
+                f"schedule.warmup_steps: {warmup} reaches into the last {steps - most} of training.steps {steps}, "
+                f"in which schedule.decay_share lets the rate fall; write {most} or less"
             )
         return self
 
@@ -137,6 +136,13 @@ class Recipe(Part):
                 wrong = f"cluster.mesh.{axis}: {size} does not divide model.{key} {whole}"
                 raise ValueError(f"{wrong}; write {gcd(size, whole)}")
         return self
+
+    @property
+    def longest_warmup(self) -> int | None:
+        """The most steps of warm-up that the length leaves; None if that is in epochs."""
+        steps, schedule = self.training.steps, self.schedule
+        falls = schedule.kind == "wsd"
+        return steps - round(schedule.decay_share * steps) if steps is not None and falls else steps
 
     @property
     def rows(self) -> int:

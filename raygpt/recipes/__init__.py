@@ -1,7 +1,7 @@
 """The recipes that come with raygpt, and how a recipe is read: from one of these or a file, with overrides."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -16,10 +16,15 @@ from raygpt.errors import RaygptError
 from raygpt.recipes.explain import explain_first, flat, nearest, one_line
 
 
-def load_recipe(name_or_path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
+def load_recipe(
+    name_or_path: str | Path,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    note: Callable[[str], None] = lambda text: None,
+) -> Recipe:
     """The shipped recipe of this name, or the file at this path, with overrides such as `training.steps=20`.
 
-    From Python, overrides may also be a mapping, nested or dotted. Raises RaygptError with one line.
+    From Python, overrides may also be a mapping, nested or dotted. Raises RaygptError with one line. `note` gets a
+    line if a key of the file had to follow an override.
     """
     name = str(name_or_path)
     where = f"recipe {name!r}"
@@ -36,9 +41,33 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] | Mapping[str
     for unit, other in (("training.steps", "training.epochs"), ("training.epochs", "training.steps")):
         if changes.get(unit) is not None and other not in changes:
             values.pop(other, None)  # a length in one unit replaces the file's in the other
+    steps_before = values.get("training.steps")
     values |= changes
     if values.get("run.name") is None and not values.get("run"):
         values["run.name"] = _run_name(name)
+    is_shortened = "training.steps" in changes and not {"schedule", "schedule.warmup_steps"} & set(changes)
+    if is_shortened and (warmup := _fitting_warmup(values, steps_before, where)) is not None:
+        before, values["schedule.warmup_steps"] = values["schedule.warmup_steps"], warmup
+        note(f"schedule.warmup_steps: {warmup} instead of {before}, to fit training.steps {values['training.steps']}")
+    return _validate(values, where)
+
+
+def _fitting_warmup(values: Mapping[str, Any], steps_before: Any, where: str) -> int | None:
+    """The warm-up of a run whose new length is too short for the file's: as large a part of it; None if it fits."""
+    warmup = _whole(values.get("schedule.warmup_steps"))
+    most = _validate({**values, "schedule.warmup_steps": 0}, where).longest_warmup if warmup else None
+    if not warmup or most is None or warmup <= most:
+        return None
+    before = _whole(steps_before) or 10 * warmup  # a tenth, if the file's length is in epochs
+    return min(most, warmup * int(values["training.steps"]) // before)
+
+
+def _whole(value: Any) -> int | None:
+    """The number that a key's text is; None if it is none."""
+    return int(text) if (text := str(value)).isdecimal() else None
+
+
+def _validate(values: Mapping[str, Any], where: str) -> Recipe:
     try:
         return Recipe.model_validate(_nested(values))
     except ValidationError as error:

@@ -18,6 +18,11 @@ def fail(message: str) -> None:
     err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
 
 
+def note(text: str) -> None:
+    """Print a note on standard error."""
+    err.print(f"[yellow]note:[/] {escape(text)}", soft_wrap=True)
+
+
 def show_notes(notes: Sequence[str]) -> None:
     for note in notes:
         out.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
