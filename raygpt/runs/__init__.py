@@ -8,6 +8,8 @@ Nothing here imports an engine or Ray.
 """
 
 import contextlib
+import itertools
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -104,6 +106,20 @@ class OpenRun:
     @cached_property
     def _folders(self) -> dict[int, bool]:
         return checkpoints.folders(self.folder)
+
+
+def has_taken_steps(folder: str) -> bool:
+    """Whether a run has anything to lose: a checkpoint, complete or not, or the metrics of a step."""
+    return bool(checkpoints.folders(folder)) or any(line["step"] > 0 for line in metrics.read(folder))
+
+
+def free_name(folder: str) -> str:
+    """The next name for a run beside this one that no run has: tiny-2 for tiny, tiny-3 for tiny-2."""
+    home, _, name = folder.rstrip("/").rpartition("/")
+    numbered = re.fullmatch(r"(.+)-([0-9]{1,9})", name)
+    stem, after = (numbered[1], int(numbered[2])) if numbered else (name, 1)
+    names = (f"{stem}-{number}" for number in itertools.count(after + 1))
+    return next(name for name in names if not storage.exists(storage.join(home, name, RECIPE)))
 
 
 def open_run(folder: str) -> OpenRun:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from raygpt import storage
 from raygpt.errors import DamagedError, RaygptError
+from raygpt.runs import free_name
 
 LOCK = "hold.json"  # not "lock.json": a driver of an older version must find it
 RENEW_S = 10.0
@@ -83,13 +84,15 @@ def _take(uri: str, ours: Owner, run_folder: str) -> None:
     before = _read(uri)
     if before and not before.is_gone:
         raise RaygptError(
-            f"{run_folder} is being trained by {before}; wait for it or stop it, or set run.name to begin another run"
+            f"{run_folder} is being trained by {before}; wait for it or stop it, or write "
+            f"run.name={free_name(run_folder)} to begin another run"
         )
     storage.write_json(uri, asdict(ours))
     time.sleep(0.1)  # a driver that started at the same moment has written by now; the last writer has the lock
     after = _read(uri)
     if after is None or after.token != ours.token:
-        raise RaygptError(f"{run_folder} was taken at the same moment by {after}; wait for it, or set run.name")
+        remedy = f"wait for it, or write run.name={free_name(run_folder)}"
+        raise RaygptError(f"{run_folder} was taken at the same moment by {after}; {remedy}")
 
 
 def _renew(uri: str, ours: Owner, ended: threading.Event, taken_by: list[Owner]) -> None:

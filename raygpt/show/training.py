@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
+from raygpt.runs import free_name
 from raygpt.show.console import clip, err, out, printable, program, relative_path, show_notes, table_of
 from raygpt.training.events import (
     BatchSplit,
@@ -140,7 +141,7 @@ def show_finished(run: "Prepared") -> None:
     """The run was already finished."""
     out.print(
         f"{escape(relative_path(run.plan.run_folder))} is trained to step {run.after} already. Set training.steps (or "
-        "epochs) higher to go on, or run.name to begin another run.",
+        f"epochs) higher to go on, or run.name={escape(free_name(run.plan.run_folder))} to begin another run.",
         soft_wrap=True,
     )
 

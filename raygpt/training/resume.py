@@ -9,7 +9,7 @@ from raygpt.config import May, Model, Recipe, keys_that
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.recipes.explain import flat
-from raygpt.runs import RECIPE, checkpoints
+from raygpt.runs import RECIPE, checkpoints, free_name, has_taken_steps
 from raygpt.runs.checkpoints import Checkpoint
 
 # Some of the keys that may change do change the numbers: cluster, compile, remat, accumulation and deterministic change
@@ -19,9 +19,12 @@ LENGTHS = ("training.steps", "training.epochs")  # a run may be lengthened
 
 
 def check(run_folder: str, recipe: Recipe, force: bool) -> int:
-    """The step to resume after, 0 for a new run; refuses a recipe that would not be the same run."""
+    """The step to resume after, 0 for a new run; refuses a recipe that would not be the same run.
+
+    A run that has taken no step, e.g. because its first recipe had a mistake, is a new one.
+    """
     uri = storage.join(run_folder, RECIPE)
-    if not storage.exists(uri):
+    if not storage.exists(uri) or not has_taken_steps(run_folder):
         return 0
     before = _values(load_recipe(uri))
     after = _values(recipe)
@@ -30,8 +33,8 @@ def check(run_folder: str, recipe: Recipe, force: bool) -> int:
     if changed and not force:
         differences = ", ".join(f"{key}: {before.get(key)} → {after[key]}" for key in changed)
         raise RaygptError(
-            f"{run_folder} is a run of another recipe ({differences}); set run.name to begin a new one, "
-            "or add --force to go on with this one all the same"
+            f"{run_folder} is a run of another recipe ({differences}); write run.name={free_name(run_folder)} to begin "
+            "a new one, or add --force to go on with this one all the same"
         )
     checkpoint = checkpoints.find_newest(run_folder)
     return checkpoint.step if checkpoint else 0
@@ -45,8 +48,8 @@ def check_text(run_folder: str, after: int, tokenizer: str, data: list[str], for
     if (known["tokenizer"], known["data"]) != (tokenizer, data):
         what = "its text" if known["data"] != data else "its tokenizer"
         raise RaygptError(
-            f"{run_folder}: {what} is not what it was trained on up to step {after}; bring that back, set run.name to "
-            "begin a new run, or add --force to go on all the same"
+            f"{run_folder}: {what} is not what it was trained on up to step {after}; bring that back, write "
+            f"run.name={free_name(run_folder)} to begin a new run, or add --force to go on all the same"
         )
 
 

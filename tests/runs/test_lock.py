@@ -35,7 +35,8 @@ def other_driver(folder, **changes):
 
 def test_a_second_driver_is_refused_with_the_firsts_name(run_folder):
     with locked(run_folder):
-        refusal = pytest.raises(RaygptError, match=rf"is being trained by .+ {os.getpid()}, since 20.*set run.name")
+        by = rf"is being trained by .+ {os.getpid()}, since 20.* write run.name=[a-z0-9_-]+ to begin another run"
+        refusal = pytest.raises(RaygptError, match=by)
         with refusal, locked(run_folder):
             pass
         assert lock._read(f"{run_folder}/hold.json").process == os.getpid()  # the refusal took nothing away

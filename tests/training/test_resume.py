@@ -88,21 +88,31 @@ def test_a_new_run_has_no_rate_to_change(tmp_path):
     assert changed_rate(str(tmp_path), 0, schedule("cosine", 400)) is None
 
 
-def test_whoever_watches_is_warned_before_the_run_goes_on(tmp_path, monkeypatch):
-    folder, longer, seen = str(tmp_path), schedule("cosine", 400), []
-    checkpoints.commit(checkpoints.folder_of(folder, 200), 200, {"recipe": schedule("cosine", 200).to_dict()}, {})
-    corpus = SimpleNamespace(tokenizer=tokenizers.Bytes(), stores=(), close=lambda: None)
-    run = Prepared(longer, longer, corpus, SimpleNamespace(run_folder=folder, steps=400), None, 200, None, {})
+@pytest.fixture
+def train(monkeypatch):
+    """launch.train of a recipe without Ray; `seen` gets its events, and "the run" where the workers would start."""
+
+    def train(folder, recipe, after, seen):
+        corpus = SimpleNamespace(tokenizer=tokenizers.Bytes(), stores=(), close=lambda: None)
+        plan = SimpleNamespace(run_folder=folder, steps=recipe.steps)
+        monkeypatch.setattr(launch, "fit", lambda *asked, **keys: seen.append("the run"))
+        launch.train(Prepared(recipe, recipe, corpus, plan, None, after, None, {}), seen.append)
+
     for name, instead in {
         "on_cluster": lambda recipe: contextlib.nullcontext(),
         "open_mailbox": lambda: None,
         "choose_workers": lambda *asked: SimpleNamespace(accelerator="cpu"),
         "stoppable": lambda *asked: contextlib.nullcontext(lambda: None),
         "Trainer": lambda *asked, **keys: None,
-        "fit": lambda *asked, **keys: seen.append("the run"),
     }.items():
         monkeypatch.setattr(launch, name, instead)
-    launch.train(run, seen.append)
+    return train
+
+
+def test_whoever_watches_is_warned_before_the_run_goes_on(tmp_path, train):
+    folder, longer, seen = str(tmp_path), schedule("cosine", 400), []
+    checkpoints.commit(checkpoints.folder_of(folder, 200), 200, {"recipe": schedule("cosine", 200).to_dict()}, {})
+    train(folder, longer, 200, seen)
     assert seen == [Warned(changed_rate(folder, 200, longer)), "the run"]
 
 
@@ -114,6 +124,38 @@ def test_a_checkpoint_whose_marker_is_damaged_is_passed_over_for_the_one_before(
     assert check(run_folder, recipe, force=False) == 20
     Path(newest, "checkpoint.json").write_text('{"step": 20, "fil')
     assert check(run_folder, recipe, force=False) == 10
+
+
+def test_a_run_that_has_taken_no_step_is_begun_anew_with_another_recipe(tmp_path, train):
+    folder, before = str(tmp_path), load_recipe("tiny", {"training.seed": 1})
+    (tmp_path / "recipe.yaml").write_text(before.to_yaml())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val_loss": 8.3}\n')
+    corrected = load_recipe("tiny", {"training.seed": 2})
+    assert check(folder, corrected, force=False) == 0
+    (tmp_path / "recipe.yaml").write_text("of: another version")
+    assert check(folder, corrected, force=False) == 0
+    train(folder, corrected, 0, [])
+    assert not (tmp_path / "metrics.jsonl").exists()  # or the new run would count as restarted
+    assert load_recipe(tmp_path / "recipe.yaml") == corrected
+    (tmp_path / "recipe.yaml").write_text(before.to_yaml())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10, "loss": 5.1}\n')
+    with pytest.raises(RaygptError, match="is a run of another recipe"):  # no checkpoint, but a run to look at
+        check(folder, corrected, force=False)
+
+
+def test_a_taken_name_is_refused_with_the_next_free_one(tmp_path):
+    changed = load_recipe("tiny", {"training.seed": 2})
+    for name, offered in (("mine", "mine-2"), ("mine-2", "mine-3"), ("mine-3", "mine-4")):
+        checkpoints.commit(checkpoints.folder_of(str(tmp_path / name), 10), 10, {}, {})
+        (tmp_path / name / "recipe.yaml").write_text(load_recipe("tiny").to_yaml())
+        with pytest.raises(RaygptError) as refused:
+            check(str(tmp_path / name), changed, force=False)
+        assert str(refused.value) == (
+            f"{tmp_path}/{name} is a run of another recipe (training.seed: 1337 → 2); write run.name={offered} to "
+            "begin a new one, or add --force to go on with this one all the same"
+        )
+    with pytest.raises(RaygptError, match=r"write run\.name=mine-4 to begin"):
+        check(str(tmp_path / "mine"), changed, force=False)
 
 
 def test_what_a_run_began_from_may_be_gone_when_it_goes_on(tmp_path):

@@ -14,7 +14,7 @@ from raygpt.corpus import tokenizers
 from raygpt.corpus.prepare import Watch
 from raygpt.errors import RaygptError
 from raygpt.host import cores
-from raygpt.runs import RECIPE, checkpoints, metrics
+from raygpt.runs import RECIPE, checkpoints, has_taken_steps, metrics
 from raygpt.runs.lock import locked
 from raygpt.runs.metrics import Line
 from raygpt.runs.records import Outcome, write_result
@@ -70,6 +70,8 @@ def train(
         return Result(folder, driver.last, checkpoints.folder_of(folder, run.after))
     with on_cluster(run.recipe), contextlib.closing(run.corpus), locked(folder) as check_lock:
         clear_stop_request(folder)
+        if not has_taken_steps(folder):
+            storage.delete(storage.join(folder, metrics.METRICS))  # of an earlier start: this is not its restart
         storage.write_bytes(storage.join(folder, RECIPE), run.original.to_yaml().encode())
         tokenizers.save(run.corpus.tokenizer, folder)
         if changed := resume.changed_rate(folder, run.after, run.recipe):
