@@ -25,6 +25,7 @@ Every = Annotated[int | Literal["epoch"], BeforeValidator(_count_or_epoch), "int
 
 TASKS = ("hellaswag", "lambada")
 STEPS = 2**31  # engines count them in int32
+TOKENS = 2**31  # of a batch, whose rows are listed
 
 
 def _listed(value: object) -> object:
@@ -65,7 +66,7 @@ class Training(Part):
         None, description="Total passes over the corpus; null if steps is given."
     )
     batch_tokens: Integer = Field(
-        4096, gt=0, description="Tokens per step, over all workers; a multiple of model.context."
+        4096, gt=0, lt=TOKENS, description="Tokens per step, over all workers; a multiple of model.context."
     )
     seed: Integer = Field(1337, ge=0, lt=SEEDS, description="Decides first weights, dropout and data order.")
     log_every: Annotated[Integer, May.CHANGE] = Field(10, gt=0, description="Steps between lines of the log.")

@@ -11,6 +11,7 @@ import raygpt
 from raygpt.corpus.feed import Feed
 from raygpt.corpus.prepare import prepare
 from raygpt.errors import RaygptError
+from raygpt.training.plan import PROCESS_BYTES
 from raygpt.training.ray import function
 from raygpt.training.ray.shards import Rows
 
@@ -26,7 +27,9 @@ def look():
         import ray.train
 
         ray.train.report({"loss": 1.0, "from": config["word"]})
-        ray.train.report({"loss": 0.5, "processes": jax.process_count(), "threads": int(os.environ["NPROC"])})
+        has = ray.get_runtime_context().get_assigned_resources()
+        about = {"processes": jax.process_count(), "threads": int(os.environ["NPROC"]), "memory": has["memory"]}
+        ray.train.report({"loss": 0.5, **about})
 
     return look
 
@@ -45,7 +48,7 @@ def looked(ray_cluster, look, tmp_path_factory):
 def test_the_last_of_each_metric_comes_back_and_every_report_is_seen(looked):
     result, seen, _ = looked
     assert result.metrics.pop("threads") >= 16  # with one for each core, two all-reduces at once block each other
-    assert result.metrics == {"loss": 0.5, "from": "hello", "processes": 2}
+    assert result.metrics == {"loss": 0.5, "from": "hello", "processes": 2, "memory": PROCESS_BYTES}
     assert [report["loss"] for report in seen] == [1.0, 0.5]
 
 
@@ -171,7 +174,8 @@ def test_datasets_that_no_cpu_is_left_for_are_refused(ray_cluster, look, tmp_pat
     import ray
 
     cpus = int(ray.cluster_resources()["CPU"])
-    refusal = rf"datasets: {cpus} × 1 CPU leave Ray Data no CPU \(1 node, {cpus} CPU\); write fewer cluster\.workers"
+    workers = rf"{cpus} × 1 CPU, 768\.0 MiB memory"
+    refusal = rf"datasets: {workers} leave Ray Data no CPU \(1 node, {cpus} CPU\); write fewer cluster\.workers"
     with pytest.raises(RaygptError, match=refusal):
         raygpt.run(
             look,

@@ -6,7 +6,7 @@ from raygpt.engines.base import Devices
 from raygpt.errors import RaygptError
 from raygpt.formatting import size
 from raygpt.recipes import load_recipe
-from raygpt.training.plan import in_steps, make_plan, split_batch
+from raygpt.training.plan import PROCESS_BYTES, cpu_devices, in_steps, make_plan, split_batch, worker_bytes
 
 GIB = 2**30
 STATE = 20 * 124_439_808  # bytes: parameters, AdamW's two averages and twice the gradients in fp32
@@ -72,14 +72,50 @@ def test_a_warm_up_that_turns_out_longer_than_the_epochs_is_refused():
         (24, 4, 16, 2),  # room for 22, but 2 turns of 16 are all
         (16, 4, 11, 3),  # room for 12: 3 turns of 11
         (16, 2, 16, 2),  # room for 25: a row is half as large
-        (1, 4, 1, 32),  # not even room for the parameters: the least there is
+        (4, 4, 1, 32),  # room for little more than one row
     ],
 )
 def test_accumulation_is_the_least_that_fits_into_memory(memory_gib, number_bytes, micro_rows, accumulation):
     got = split(memory_gib=memory_gib, number_bytes=number_bytes)
     assert (got.micro_rows, got.accumulation) == (micro_rows, accumulation)
     row = 12 * 1024 * 768 * 18 * number_bytes
-    assert got.memory_bytes == STATE + LOGITS + micro_rows * row
+    logits = min(LOGITS, 10 * micro_rows * 1024 * 50257)
+    assert got.memory_bytes == STATE + logits + micro_rows * row
+
+
+def test_a_model_that_does_not_fit_even_with_one_row_is_refused_with_the_figures():
+    with pytest.raises(RaygptError) as refused:
+        split(memory_gib=1)
+    assert str(refused.value) == (
+        "model: it needs 3.4 GiB on a device (2.3 GiB for parameters, gradients and optimizer), but the device has "
+        "1.0 GiB; write smaller model.layers or width"
+    )
+    with pytest.raises(
+        RaygptError, match=r"each of the 8 devices has 2\.0 GiB; write cluster\.mesh\.fsdp: -1 to shard"
+    ):
+        split(memory_gib=2, devices=8)
+    assert split(memory_gib=2, devices=8, **{"cluster.mesh": {"data": 1, "fsdp": -1}}).memory_bytes < 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("engine", "workers", "beside", "expected"),
+    [
+        ("jax", 1, 1, Devices(8, 2 * GIB, 4, keeps_scores=True)),  # every core is a device
+        ("jax", 4, 4, Devices(8, 2 * GIB, 4, keeps_scores=True)),
+        ("jax", 4, 2, Devices(16, 2 * GIB, 4, keeps_scores=True)),
+        ("jax", 16, 16, Devices(16, 2 * GIB, 4, keeps_scores=True)),
+        ("torch", 1, 1, Devices(1, 16 * GIB, 4, keeps_scores=False)),
+        ("torch", 4, 2, Devices(4, 8 * GIB, 4, keeps_scores=False)),
+    ],
+)
+def test_the_devices_of_cpu_workers_are_known_before_they_start(engine, workers, beside, expected):
+    assert cpu_devices(gpt2(engine=engine), workers, beside, cores=8, memory=16 * GIB) == expected
+
+
+def test_a_worker_on_a_cpu_needs_memory_for_its_devices_and_its_process():
+    recipe, devices = gpt2(), Devices(4, 16 * GIB, 4, keeps_scores=False)
+    each = split_batch(recipe, 50257, devices).memory_bytes
+    assert worker_bytes(recipe, 50257, devices, workers=2) == 2 * each + PROCESS_BYTES
 
 
 def test_the_recipe_may_say_how_often_it_accumulates():

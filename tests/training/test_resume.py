@@ -94,13 +94,14 @@ def train(monkeypatch):
 
     def train(folder, recipe, after, seen):
         corpus = SimpleNamespace(tokenizer=tokenizers.Bytes(), stores=(), close=lambda: None)
-        plan = SimpleNamespace(run_folder=folder, steps=recipe.steps)
+        plan = SimpleNamespace(run_folder=folder, steps=recipe.steps, vocab=257)
         monkeypatch.setattr(launch, "fit", lambda *asked, **keys: seen.append("the run"))
         launch.train(Prepared(recipe, recipe, corpus, plan, None, after, None, {}), seen.append)
 
     for name, instead in {
         "on_cluster": lambda recipe: contextlib.nullcontext(),
         "open_mailbox": lambda: None,
+        "request_memory": lambda workers, recipe, vocab: workers,
         "choose_workers": lambda *asked: SimpleNamespace(accelerator="cpu"),
         "stoppable": lambda *asked: contextlib.nullcontext(lambda: None),
         "Trainer": lambda *asked, **keys: None,

@@ -12,8 +12,9 @@ import ray
 import raygpt
 from raygpt.engines import for_gpus
 from raygpt.errors import RaygptError
-from raygpt.recipes import check_part
-from raygpt.training.ray import scaling
+from raygpt.recipes import check_part, load_recipe
+from raygpt.training.plan import PROCESS_BYTES, cpu_devices, split_batch
+from raygpt.training.ray import memory, scaling
 
 SCRIPT = Path(__file__).with_name("nodes.py")
 
@@ -77,6 +78,53 @@ def test_tpus_that_the_cluster_does_not_have_are_refused_unless_the_recipe_says_
     assert (said.resources["TPU"], said.room()) == (4, 0)
     nodes.append({"Alive": True, "Resources": {"CPU": 8.0, "TPU": 4.0}})
     assert (workers.resources["TPU"], workers.room()) == (4, 1)
+
+
+def test_workers_that_do_not_fit_the_memory_are_refused(monkeypatch):
+    nodes = [{"Alive": True, "Resources": {"CPU": 2000.0, "memory": 4.0 * 2**30}}]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(scaling, "has_autoscaler", lambda: False)
+    workers = scaling.Workers(check_part("cluster", {"workers": 1000}), "cpu")
+    with pytest.raises(RaygptError) as refused:
+        scaling.ensure_room(workers)
+    assert str(refused.value) == (
+        "cluster.workers: 1000 × 1 CPU, 768.0 MiB memory do not fit: the cluster has room for 5 "
+        "(1 node, 2000 CPU, 4.0 GiB memory); write cluster.workers: 5, or add nodes"
+    )
+    scaling.ensure_room(scaling.Workers(check_part("cluster", {"workers": 5}), "cpu"))
+    little = check_part("cluster", {"workers": 1000, "resources_per_worker": {"memory": 2**20}})
+    scaling.ensure_room(scaling.Workers(little, "cpu"))
+    assert "memory" not in scaling.Workers(check_part("cluster", {}), "gpu").resources
+
+
+def test_a_local_cluster_has_cpus_for_no_more_workers_than_fit_its_memory(monkeypatch):
+    """Ray starts a process for each."""
+    monkeypatch.setattr(scaling, "cores", lambda: 2)
+    monkeypatch.setattr(scaling, "host_memory", lambda: 6 * 2**30)
+    assert [scaling.local_cpus(check_part("cluster", {"workers": count})) for count in (1, 1000)] == [3, 10]
+
+
+def test_a_model_that_fits_on_no_node_is_refused_and_one_that_does_requests_its_memory(monkeypatch):
+    machine = {"is_our_own": lambda: True, "cores": lambda: 2, "memory_for_work": lambda: 16 * 2**30}
+    for name, instead in machine.items():
+        monkeypatch.setattr(memory, name, instead)
+    workers = scaling.Workers(check_part("cluster", {"workers": 2}), "cpu")
+    large = load_recipe("tiny", {"model.width": 100_000, "cluster.workers": 2})
+    with pytest.raises(RaygptError, match=r"^model: it needs 8\.7 TiB on a device .*, but each of the 2 devices has 8"):
+        memory.request_memory(workers, large, vocab=4096)
+    assert memory.request_memory(scaling.Workers(workers.cluster, "gpu"), large, vocab=4096).memory == PROCESS_BYTES
+    gpt2 = load_recipe("tiny", {"model.preset": "gpt2", "cluster.workers": 2})
+    devices = cpu_devices(gpt2, 2, 2, 2, 16 * 2**30)
+    asked = memory.request_memory(workers, gpt2, vocab=50257).resources["memory"]
+    assert asked == split_batch(gpt2, 50257, devices).memory_bytes + PROCESS_BYTES
+
+
+def test_the_memory_of_other_nodes_is_looked_at_there(ray_cluster, monkeypatch):
+    monkeypatch.setattr(memory, "is_our_own", lambda: False)
+    recipe = load_recipe("tiny")
+    there = memory.request_memory(scaling.Workers(recipe.cluster, "cpu"), recipe, vocab=4096)
+    monkeypatch.setattr(memory, "is_our_own", lambda: True)
+    assert there == memory.request_memory(scaling.Workers(recipe.cluster, "cpu"), recipe, vocab=4096)
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,12 @@ from raygpt import storage
 from raygpt.cluster import connected
 from raygpt.engines import require
 from raygpt.errors import RaygptError
-from raygpt.host import cores
 from raygpt.recipes import check_part
 from raygpt.training.events import Event, FaultHandled, Reported, Waiting
 from raygpt.training.ray.backend import backend_for
 from raygpt.training.ray.launch import Result
 from raygpt.training.ray.mailbox import open_mailbox
-from raygpt.training.ray.scaling import choose_workers, ensure_spare_cpus
+from raygpt.training.ray.scaling import choose_workers, ensure_spare_cpus, local_cpus
 from raygpt.training.ray.trainer import Trainer, fit
 
 log = logging.getLogger("raygpt")
@@ -69,7 +68,7 @@ def run(
             case Waiting(text) | FaultHandled(text):
                 log.warning(text)
 
-    with connected(cpus=cores() + wanted.max_workers):
+    with connected(cpus=local_cpus(wanted)):
         mailbox, workers = open_mailbox(), choose_workers(wanted, engine, log.warning)
         if datasets:
             ensure_spare_cpus(workers)

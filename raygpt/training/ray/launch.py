@@ -13,7 +13,6 @@ from raygpt.config import Recipe
 from raygpt.corpus import tokenizers
 from raygpt.corpus.prepare import Watch
 from raygpt.errors import RaygptError
-from raygpt.host import cores
 from raygpt.runs import RECIPE, checkpoints, has_taken_steps, metrics
 from raygpt.runs.lock import locked
 from raygpt.runs.metrics import Line
@@ -23,10 +22,13 @@ from raygpt.training.events import Event, StepLogged, Stopped, Validated, Warned
 from raygpt.training.prepared import Prepared
 from raygpt.training.ray.backend import backend_for
 from raygpt.training.ray.mailbox import open_mailbox
-from raygpt.training.ray.scaling import choose_workers, ensure_room, ensure_shared
+from raygpt.training.ray.memory import request_memory
+from raygpt.training.ray.scaling import choose_workers, ensure_room, ensure_shared, local_cpus
 from raygpt.training.ray.trainer import Trainer, fit
 from raygpt.training.ray.worker import work
 from raygpt.training.stopping import clear_stop_request, stoppable
+
+SMALLEST_VOCAB = 2  # a character and end-of-text
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,22 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
     if not ray.is_initialized():
         return prepared.prepare_run(recipe, watch, force, spare_cpus=lambda: 0)
     workers = choose_workers(recipe.cluster, recipe.engine)
-    ensure_room(workers)  # before the corpus is prepared, which may take hours
+    # Before the corpus is prepared, which may take hours, and its vocabulary is known
+    ensure_room(request_memory(workers, recipe, SMALLEST_VOCAB))
     ensure_shared(prepared.run_folder_of(recipe))
-    return prepared.prepare_run(recipe, watch, force, spare_cpus=workers.spare_cpus)
+    run = prepared.prepare_run(recipe, watch, force, spare_cpus=workers.spare_cpus)
+    try:
+        ensure_room(request_memory(workers, run.recipe, run.plan.vocab))
+    except RaygptError:
+        run.corpus.close()
+        raise
+    return run
 
 
 def on_cluster(recipe: Recipe) -> Any:
     """Inside the block there is a Ray cluster. A local one has CPUs for the workers plus as many as there are cores for
     Ray Data, so that neither waits for the other."""
-    return connected(cpus=cores() + recipe.cluster.max_workers)
+    return connected(cpus=local_cpus(recipe.cluster))
 
 
 def train(
@@ -76,7 +85,8 @@ def train(
         tokenizers.save(run.corpus.tokenizer, folder)
         if changed := resume.changed_rate(folder, run.after, run.recipe):
             driver.warn(changed)
-        mailbox, workers = open_mailbox(), choose_workers(run.recipe.cluster, run.recipe.engine, driver.warn)
+        workers = choose_workers(run.recipe.cluster, run.recipe.engine, driver.warn)
+        workers, mailbox = request_memory(workers, run.recipe, run.plan.vocab), open_mailbox()
         with (
             stoppable(folder, lambda: mailbox.request.remote("stop"), driver.show) as poll,
             _recording_outcome(folder, driver),

@@ -16,7 +16,10 @@ from raygpt import storage
 from raygpt.config import Cluster
 from raygpt.engines import for_gpus
 from raygpt.errors import RaygptError
+from raygpt.formatting import size
+from raygpt.host import cores, host_memory
 from raygpt.ray_private import internal_kv_get, is_autoscaler_v2, worker
+from raygpt.training.plan import PROCESS_BYTES
 
 Accelerator = Literal["cpu", "gpu", "tpu"]
 Resources = dict[str, float]
@@ -29,6 +32,7 @@ class Workers:
 
     cluster: Cluster
     accelerator: Accelerator
+    memory: int = PROCESS_BYTES  # of each, on CPUs: see memory.py
 
     @property
     def resources(self) -> Resources:
@@ -36,6 +40,8 @@ class Workers:
         defaults = self._tpu_host if self.accelerator == "tpu" else {"CPU": 1.0}
         if self.accelerator == "gpu":
             defaults["GPU"] = 1
+        if self.accelerator == "cpu":
+            defaults["memory"] = self.memory
         return defaults | self.cluster.resources_per_worker
 
     @property
@@ -111,7 +117,7 @@ class Workers:
         return sum(node.get("CPU", 0) for node in _nodes()) - taken
 
     def __str__(self) -> str:
-        each = ", ".join(f"{amount:g} {name}" for name, amount in self.resources.items())
+        each = ", ".join(_amount(name, amount) for name, amount in self.resources.items())
         kind = f" {self.cluster.accelerator_type}" if self.cluster.accelerator_type else ""
         return f"{self.cluster.workers} × {each}{kind}" + (
             f" in {self.cluster.topology}" if self.cluster.topology else ""
@@ -148,8 +154,9 @@ def ensure_room(workers: Workers, say: Callable[[str], None] = lambda text: None
     if has_autoscaler():
         say(f"waiting for {workers}: the cluster has room for {room}, and its autoscaler is asked for the rest")
         return
-    remedy = f"write cluster.workers: {room}, or add nodes" if room else "add nodes, or write cluster.accelerator: cpu"
-    has = f"the cluster has room for {room} ({_describe_cluster()})"
+    otherwise = "add nodes" if workers.accelerator == "cpu" else "add nodes, or write cluster.accelerator: cpu"
+    remedy = f"write cluster.workers: {room}, or add nodes" if room else otherwise
+    has = f"the cluster has room for {room} ({_describe_cluster(*workers.resources)})"
     raise RaygptError(f"cluster.workers: {workers} do not fit: {has}; {remedy}")
 
 
@@ -160,6 +167,12 @@ def ensure_spare_cpus(workers: Workers) -> None:
             f"datasets: {workers} leave Ray Data no CPU ({_describe_cluster()}); write fewer cluster.workers, or let "
             "functions make the datasets, so that raygpt.run starts a cluster with room for both"
         )
+
+
+def local_cpus(cluster: Cluster) -> int:
+    """CPUs of a cluster on this machine: for the workers, as far as they fit its memory, and for Ray Data besides. Ray
+    starts processes for all of them."""
+    return cores() + min(cluster.max_workers, max(1, host_memory() // PROCESS_BYTES))
 
 
 def is_our_own() -> bool:
@@ -185,7 +198,7 @@ def ensure_shared(run_folder: str) -> None:
     """Refuse a storage that the nodes do not share, by writing a file and reading it on each: NFS looks like any
     folder."""
     here = ray.get_runtime_context().get_node_id()
-    others = [node for node in _alive() if node["NodeID"] != here]
+    others = [node for node in alive_nodes() if node["NodeID"] != here]
     if not others:
         return
     uri = storage.join(run_folder, f"shared-{uuid.uuid4().hex[:8]}")
@@ -193,7 +206,7 @@ def ensure_shared(run_folder: str) -> None:
     try:
         ask = ray.remote(num_cpus=0)(storage.exists)
         answers = {
-            node["NodeManagerHostname"]: ask.options(scheduling_strategy=_on_node(node)).remote(uri) for node in others
+            node["NodeManagerHostname"]: ask.options(scheduling_strategy=on_node(node)).remote(uri) for node in others
         }
         for node, found in answers.items():
             if not ray.get(found, timeout=120):
@@ -210,23 +223,28 @@ def not_shared(run_folder: str, node: str) -> str:
     )
 
 
-def _on_node(node: dict[str, Any]) -> Any:
+def on_node(node: dict[str, Any]) -> Any:
     return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
 
 
-def _alive() -> list[dict[str, Any]]:
+def alive_nodes() -> list[dict[str, Any]]:
     nodes: list[dict[str, Any]] = ray.nodes()
     return [node for node in nodes if node["Alive"]]
 
 
 def _nodes() -> list[Resources]:
     """The resources of every node."""
-    return [node["Resources"] for node in _alive()]
+    return [node["Resources"] for node in alive_nodes()]
 
 
-def _describe_cluster() -> str:
-    """What the cluster has: 2 nodes, 8 CPU, 2 GPU."""
+def _describe_cluster(*wanted: str) -> str:
+    """What the cluster has of CPUs, accelerators and what else is wanted: 2 nodes, 8 CPU, 2 GPU, 14.3 GiB memory."""
     nodes = _nodes()
-    totals = {name: sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU", "TPU")}
-    counts = ", ".join(f"{amount:g} {name}" for name, amount in totals.items() if amount)
+    names = dict.fromkeys(("CPU", "GPU", "TPU", *wanted))
+    totals = {name: sum(node.get(name, 0) for node in nodes) for name in names}
+    counts = ", ".join(_amount(name, amount) for name, amount in totals.items() if amount)
     return f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}, {counts or 'no CPU'}"
+
+
+def _amount(name: str, amount: float) -> str:
+    return f"{size(amount) if name == 'memory' else f'{amount:g}'} {name}"

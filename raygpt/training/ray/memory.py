@@ -1,0 +1,60 @@
+"""Memory that CPU workers request of Ray, which places no more of them on a node than fit there.
+
+Ray limits the memory of a node, not of a run: when a run takes too much, workers of any run on that node are killed.
+With a request for each worker a run that does not fit beside the others waits, or is refused, before it starts. GPUs
+and TPUs have memory of their own, which the workers look at before they create a model.
+"""
+
+import math
+from dataclasses import replace
+
+import ray
+
+from raygpt.config import Recipe
+from raygpt.errors import RaygptError
+from raygpt.host import cores, memory_for_work
+from raygpt.training.plan import cpu_devices, worker_bytes
+from raygpt.training.ray.scaling import Workers, alive_nodes, is_our_own, on_node
+
+Host = tuple[int, int]  # its cores, and the bytes that workers may use
+ANSWER_S = 60.0
+
+
+def request_memory(workers: Workers, recipe: Recipe, vocab: int) -> Workers:
+    """The workers with the memory that a recipe needs on the cluster's CPUs; refuses a model that fits on no node."""
+    if workers.accelerator != "cpu":
+        return workers
+    needs, refusal = [], None
+    for (cores_, memory), beside in _hosts(workers).items():
+        count = workers.cluster.max_workers
+        try:
+            needs.append(worker_bytes(recipe, vocab, cpu_devices(recipe, count, beside, cores_, memory), count))
+        except RaygptError as error:
+            refusal = error
+    if refusal and not needs:
+        raise refusal
+    return replace(workers, memory=max(needs)) if needs else workers
+
+
+def _hosts(workers: Workers) -> dict[Host, int]:
+    """The kinds of nodes that have a CPU for a worker, and how many workers Ray would place on each."""
+    count = workers.cluster.max_workers
+    if is_our_own():
+        return {_this_host(): count}
+    per_worker = workers.resources.get("CPU", 1) or 1
+    nodes = [node for node in alive_nodes() if node["Resources"].get("CPU", 0) >= per_worker]
+    look = ray.remote(num_cpus=0)(_this_host)
+    try:
+        hosts: list[Host] = ray.get(
+            [look.options(scheduling_strategy=on_node(node)).remote() for node in nodes], timeout=ANSWER_S
+        )
+    except ray.exceptions.RayError:  # a node that is just being lost: its workers will look themselves
+        return {}
+    if "SPREAD" in workers.cluster.placement:
+        return dict.fromkeys(hosts, math.ceil(count / max(1, len(nodes))))
+    room = [int(node["Resources"]["CPU"] // per_worker) for node in nodes]
+    return {host: min(count, fits) for host, fits in zip(hosts, room, strict=True)}
+
+
+def _this_host() -> Host:
+    return cores(), memory_for_work()
