@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import socket
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 from raygpt.errors import RaygptError
 from raygpt.host import cores
+
+ANSWER_S = 10.0  # within which a cluster accepts a connection
 
 
 @contextlib.contextmanager
@@ -35,6 +38,7 @@ def _connect(address: str | None, cpus: int) -> None:
     try:
         with warnings.catch_warnings(action="ignore"):
             if address:
+                _ensure_answer(address)
                 _present_token()
                 os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # fills the dashboard's page for Train
                 ray.init(address=address, runtime_env=_our_code(), **quiet)
@@ -50,6 +54,17 @@ def _connect(address: str | None, cpus: int) -> None:
             f"no Ray cluster answers at RAY_ADDRESS={address}; start one with `ray start --head`, or unset RAY_ADDRESS "
             "to use this machine alone"
         ) from error
+
+
+def _ensure_answer(address: str) -> None:
+    """Raise ConnectionError if nothing listens at host:port: Ray would try for two minutes."""
+    _, _, place = address.rpartition("://")
+    host, colon, port = place.partition("/")[0].rpartition(":")
+    if colon and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+        except (OSError, OverflowError) as error:
+            raise ConnectionError(address) from error
 
 
 def _present_token() -> None:

@@ -11,8 +11,11 @@ from ray._private import worker
 # A driver that connects by address does not present ~/.ray/auth_token by itself.
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
+# Which workers have no process yet: Ray's public list of actors needs the dashboard, which a local cluster has not.
+from ray._private.state import actors
+
 # Whether an autoscaler can add nodes: autoscaler v2 has a flag, v1 writes a status.
 from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.experimental.internal_kv import _internal_kv_get as internal_kv_get
 
-__all__ = ["internal_kv_get", "is_autoscaler_v2", "maybe_enable_token_auth_if_token_available", "worker"]
+__all__ = ["actors", "internal_kv_get", "is_autoscaler_v2", "maybe_enable_token_auth_if_token_available", "worker"]

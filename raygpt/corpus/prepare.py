@@ -124,6 +124,7 @@ def run(job: Job, folder: str, watch: Watch = lambda progress: None, cpus: float
     parts = []
     progress, started = Progress(source_total=sum(f.size for u in units for f in u.files)), time.monotonic()
     holdout = Holdout(share, job.split_seed, frozenset(held_out))
+    watch(progress)  # Ray may take a while to start, or to have a CPU free
     with connected():
         for part in pipeline.run(units, holdout, folder, tokenizers.fingerprint(tokenizer), cpus):
             parts.append(part)

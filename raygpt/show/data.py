@@ -51,6 +51,8 @@ class _PlainProgress:
 
 
 def _counts(progress: "prepare.Progress") -> str:
+    if not progress.seconds:
+        return "waiting for Ray to read and tokenise the first part"
     speed = progress.text_bytes / max(progress.seconds, 1e-9) / 1e6
     return f"{progress.documents:,} documents  {progress.tokens:,} tokens  {speed:.1f} MB/s"
 

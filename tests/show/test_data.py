@@ -9,3 +9,9 @@ def test_without_a_terminal_progress_has_no_line_at_the_end_where_the_result_fol
         for done in (250, 500, 1000):
             watch(Progress(documents=1, tokens=done, text_bytes=done, source_bytes=done, source_total=1000, seconds=1))
     assert capsys.readouterr().err == "preparing  25%  1 documents  250 tokens  0.0 MB/s\n"
+
+
+def test_before_the_first_part_it_says_what_it_waits_for(capsys):
+    with preparing() as watch:
+        watch(Progress(source_total=1000))
+    assert capsys.readouterr().err == "preparing   0%  waiting for Ray to read and tokenise the first part\n"

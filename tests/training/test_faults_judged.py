@@ -7,7 +7,7 @@ import pytest
 import ray
 from ray.train import FailureConfig
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
-from ray.train.v2.api.exceptions import WorkerGroupError
+from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raygpt.errors import RaygptError, StorageError
 from raygpt.training.ray import recovery, trainer
@@ -63,6 +63,24 @@ def test_there_is_a_limit_to_all_of_them_and_what_the_user_has_to_mend_ends_it_a
     assert decisions == [GO_ON, GO_ON, END]
     assert said[1].text.endswith("(fault 2 of at most 2)")
     assert judge(RaygptError("write something else"))[0] == [END]
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        (
+            "Traceback\nERROR: first\n  ERROR: No matching distribution found for nopackage\n",
+            "No matching distribution",
+        ),
+        ("[Errno 2] No such file: 'environment.yml'", "[Errno 2] No such file: 'environment.yml'"),
+    ],
+)
+def test_a_runtime_env_that_cannot_be_set_up_is_one_line_with_the_installers_reason(said, complaint):
+    error = recovery.root_cause(ControllerError(ray.exceptions.RuntimeEnvSetupError(said)))
+    assert isinstance(error, RaygptError)
+    assert str(error).startswith(f"cluster.runtime_env: Ray cannot set it up ({complaint}")
+    assert str(error).endswith("); correct it")
+    assert "\n" not in str(error)
 
 
 def test_where_ray_loses_what_carries_events_the_run_ends_with_what_to_do():

@@ -117,7 +117,7 @@ class Workers:
         return sum(node.get("CPU", 0) for node in _nodes()) - taken
 
     def __str__(self) -> str:
-        each = ", ".join(_amount(name, amount) for name, amount in self.resources.items())
+        each = describe_resources(self.resources)
         kind = f" {self.cluster.accelerator_type}" if self.cluster.accelerator_type else ""
         return f"{self.cluster.workers} × {each}{kind}" + (
             f" in {self.cluster.topology}" if self.cluster.topology else ""
@@ -242,9 +242,12 @@ def _describe_cluster(*wanted: str) -> str:
     nodes = _nodes()
     names = dict.fromkeys(("CPU", "GPU", "TPU", *wanted))
     totals = {name: sum(node.get(name, 0) for node in nodes) for name in names}
-    counts = ", ".join(_amount(name, amount) for name, amount in totals.items() if amount)
+    counts = describe_resources({name: amount for name, amount in totals.items() if amount})
     return f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}, {counts or 'no CPU'}"
 
 
-def _amount(name: str, amount: float) -> str:
-    return f"{size(amount) if name == 'memory' else f'{amount:g}'} {name}"
+def describe_resources(resources: Resources) -> str:
+    """As people write them: 1 CPU, 2.5 GiB memory."""
+    return ", ".join(
+        f"{size(amount) if name == 'memory' else f'{amount:g}'} {name}" for name, amount in resources.items()
+    )

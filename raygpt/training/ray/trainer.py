@@ -31,6 +31,7 @@ from raygpt.training.ray.recovery import Recovery, root_cause
 from raygpt.training.ray.resizing import CheckpointBeforeResize, NoAutoscalerPolicy
 from raygpt.training.ray.scaling import Workers, ensure_room, is_our_own
 from raygpt.training.ray.shards import Rows, RowsByRank
+from raygpt.training.ray.waiting import StartWait
 
 POLL_S = 0.2  # between two polls for events
 HEALTH_CHECK_S = 0.5  # between two checks of the workers; Ray's 2 s are noticeable at a run's start and end
@@ -130,14 +131,17 @@ def fit(
     ensure_room(trainer.workers, lambda text: watch(Waiting(text)))
     storage.delete(storage.join(trainer.run_folder, RAY_SNAPSHOT))
     reasons: list[str] = []  # why the run was given up
+    wait = StartWait(trainer.workers, trainer.mailbox, watch)
 
     def pass_on() -> None:
         for event in ray.get(trainer.mailbox.take.remote()):
+            wait.heard(event)
             if isinstance(event, GivenUp):
                 reasons.append(event.text)
             else:
                 watch(event)
         poll()
+        wait.poll()
 
     error = _fit_in_thread(trainer, pass_on)
     return RaygptError(reasons[0]) if reasons else error
