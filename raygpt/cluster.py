@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import warnings
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ def _connect(address: str | None, cpus: int) -> None:
                 os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # fills the dashboard's page for Train
                 ray.init(address=address, runtime_env=_our_code(), **quiet)
             else:
+                _have_token()
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         if "AuthenticationError" in f"{error!r} {error.__cause__!r}":
@@ -54,6 +56,19 @@ def _connect(address: str | None, cpus: int) -> None:
             f"no Ray cluster answers at RAY_ADDRESS={address}; start one with `ray start --head`, or unset RAY_ADDRESS "
             "to use this machine alone"
         ) from error
+
+
+def _have_token() -> None:
+    """Set a token for a local cluster if the home directory, where Ray would write one, is read-only."""
+    home = Path.home()
+    known = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    folder = home / ".ray"
+    if (
+        not known
+        and not os.access(folder if folder.exists() else home, os.W_OK)
+        and not (folder / "auth_token").exists()
+    ):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _ensure_answer(address: str) -> None:

@@ -1,11 +1,12 @@
 """The Ray cluster that a process connects to."""
 
+import os
 import socket
 import time
 
 import pytest
 
-from raygpt.cluster import _connect
+from raygpt.cluster import _connect, _have_token
 from raygpt.errors import RaygptError
 
 
@@ -21,3 +22,13 @@ def test_an_address_at_which_nothing_listens_is_refused_at_once(form):
         "use this machine alone"
     )
     assert time.monotonic() - started < 30  # Ray takes two minutes
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_home_that_cannot_be_written_needs_no_token_of_rays(tmp_path, monkeypatch, is_writable):
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path if is_writable else tmp_path / "missing"))
+    _have_token()
+    assert ("RAY_AUTH_TOKEN" in os.environ) == (not is_writable)

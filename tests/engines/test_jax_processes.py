@@ -36,6 +36,7 @@ def start(tmp_path):
         environment = {
             **os.environ,
             "XDG_CACHE_HOME": str(tmp_path),
+            "http_proxy": "http://127.0.0.1:9",  # which does not know them; gRPC would ask it, and wait
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
         command = [sys.executable, "-c", SCRIPT]

@@ -32,9 +32,17 @@ def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cores
     use_cores(cores)
     keep_compiled()
     if workers > 1:
+        _reach_directly(address)
         import jax
 
         jax.distributed.initialize(address, workers, rank)
+
+
+def _reach_directly(address: str) -> None:
+    """Exclude the other processes from an HTTP proxy: gRPC, by which they meet, would ask it for them, and wait."""
+    excluded = next((os.environ[name] for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY") if name in os.environ), "")
+    host = address.rpartition(":")[0].strip("[]")
+    os.environ.update(no_grpc_proxy=",".join(filter(None, [excluded, host])))
 
 
 def use_cores(cores: int, threads: int = THREADS) -> None:
