@@ -1,5 +1,7 @@
 """The command line: verbs that parse their arguments, call the function that does the work, and print the result."""
 
+import errno
+import io
 import json
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,6 +30,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 
 def main() -> None:
     """Run a verb; an error that the user can fix is one line and status 1."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may not know all characters, e.g. with LC_ALL=C
     try:
         app()
     except RaygptError as error:
@@ -37,6 +42,13 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename:
+            raise
+        from raygpt.show import console
+
+        console.fail("standard output cannot be written, its disk is full; free some space and run the command again")
+        sys.exit(1)
 
 
 @app.command()

@@ -14,6 +14,7 @@ import typer
 from raygpt import cli
 from raygpt.recipes import load_recipe, shipped_recipes
 from raygpt.runs.lock import locked
+from raygpt.show import generation
 from raygpt.show.training import show_message
 from raygpt.training.events import StepLogged, Warned
 from raygpt.training.stopping import STOP_FILE
@@ -34,6 +35,31 @@ def fails(result):
     assert all(line.startswith("preparing ") for line in progress), err
     assert last.startswith("error: ")
     return last.removeprefix("error: ")
+
+
+# Output that cannot be written
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")  # noqa: PTH110
+def test_a_full_disk_under_the_output_is_one_line():
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = subprocess.run(
+            [sys.executable, "-m", "raygpt", "recipes"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.stderr.startswith("error: standard output cannot be written, its disk is full; ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_that_does_not_know_a_character_gets_another():
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-m", "raygpt", "recipes"], capture_output=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"steps of 32 ? 1,024 tokens" in b" ".join(done.stdout.split())
+
+
+def test_standard_input_that_is_closed_has_no_prompt(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert generation._ask() == ""
 
 
 # What --help costs

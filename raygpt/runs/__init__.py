@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from raygpt import storage
-from raygpt.config import Recipe
+from raygpt.config import Recipe, Run
 from raygpt.corpus import tokenizers
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.errors import RaygptError
@@ -25,6 +25,7 @@ from raygpt.runs.checkpoints import Checkpoint
 from raygpt.runs.metrics import Line
 
 RECIPE = "recipe.yaml"
+RUNS = Run().storage  # where runs are by default
 
 
 @dataclass(frozen=True)
@@ -126,5 +127,19 @@ def open_run(folder: str) -> OpenRun:
     """The run in a folder or at an s3:// address; refuses anything else."""
     run = OpenRun(storage.absolute(folder).rstrip("/"))
     if not storage.exists(storage.join(run.folder, RECIPE)):
-        raise RaygptError(f"{folder} is no run, it has no {RECIPE}; name a folder that raygpt train made")
+        raise RaygptError(f"{folder} is no run, it has no {RECIPE}; {_which_run(folder)}")
     return run
+
+
+def _which_run(folder: str) -> str:
+    """What to write instead of a folder that is no run: the run of that name, one of those in it, or the run that it
+    is a checkpoint of."""
+    if "/" not in folder and storage.exists(storage.join(RUNS, folder, RECIPE)):
+        return f"did you mean {RUNS}/{folder}?"
+    inside = [name for name in sorted(storage.folders(folder)) if storage.exists(storage.join(folder, name, RECIPE))]
+    if inside:
+        return f"name one of the runs in it, e.g. {storage.join(folder.rstrip('/'), inside[0])}"
+    checkpoint = re.fullmatch(rf"(.+)/{checkpoints.FOLDER}/step-0*([0-9]+)/?", folder)
+    if checkpoint and storage.exists(storage.join(checkpoint[1], RECIPE)):
+        return f"it is a checkpoint: write {checkpoint[1]} --step {checkpoint[2]}"
+    return "name a folder that raygpt train made"

@@ -71,7 +71,7 @@ def as_json(loaded: LoadedModel, prompt: str | None, options: SamplingOptions, s
 def _ask() -> str:
     try:
         return input("> ")
-    except EOFError:
+    except (EOFError, RuntimeError):  # standard input has ended, or was closed from the start
         return ""
 
 

@@ -93,7 +93,25 @@ def test_a_run_without_a_whole_checkpoint_is_refused(run):
     )
 
 
-@pytest.mark.parametrize("name", ["nowhere", ".", "mine/checkpoints"])
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("mine", "did you mean runs/mine?"),
+        ("runs", "name one of the runs in it, e.g. runs/mine"),
+        ("runs/mine/checkpoints/step-00000010", "it is a checkpoint: write runs/mine --step 10"),
+    ],
+)
+def test_a_folder_beside_a_run_is_refused_with_what_was_meant(run, monkeypatch, name, remedy):
+    home = run.parent / "home"
+    (home / "runs").mkdir(parents=True)
+    run.rename(home / "runs" / "mine")
+    monkeypatch.chdir(home)
+    with pytest.raises(RaygptError) as caught:
+        open_run(name)
+    assert str(caught.value) == f"{name} is no run, it has no recipe.yaml; {remedy}"
+
+
+@pytest.mark.parametrize("name", ["nowhere", "mine/checkpoints"])
 def test_a_folder_that_is_no_run_is_refused(run, monkeypatch, name):
     monkeypatch.chdir(run.parent)
     with pytest.raises(RaygptError) as caught:
