@@ -50,7 +50,7 @@ def test_training_left_a_sample_of_each_prompt_at_every_evaluation(run):
         (step, prompt) for step in (0, 10, 20) for prompt in ("the caf", "on ")
     ]
     assert all(sample["text"].startswith(sample["prompt"]) for sample in samples)
-    assert len({sample["text"] for sample in samples}) == 6
+    assert all(first["text"] != last["text"] for first, last in zip(samples[:2], samples[-2:], strict=True))
     said = (run.parent / "said.txt").read_text()
     for prompt in ("the caf", "on "):
         assert f"\na sample of what it writes now from {prompt!r}\n{prompt}" in said

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from raygpt.config import Model, Optimizer, Recipe
+from raygpt.config import Model, Optimizer, Recipe, Schedule
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe, recipe_text, shipped_recipes
 from raygpt.recipes.explain import OTHER_NAMES, keys
@@ -74,6 +74,12 @@ def test_another_optimizer_in_an_override_replaces_the_files_rates(file: Any) ->
     text = "optimizer: {kind: muon, momentum: 0.9, learning_rate: 0.1}"
     assert load_recipe(file(text), ["optimizer.kind=adamw"]).optimizer == Optimizer()
     assert load_recipe(file(text), ["optimizer.kind=muon"]).optimizer.momentum == 0.9
+
+
+def test_another_schedule_in_an_override_replaces_the_files_shape_but_not_its_warm_up(file: Any) -> None:
+    text = "schedule: {kind: wsd, end: 0, decay_share: 0.5, warmup_steps: 7}"
+    assert load_recipe(file(text), ["schedule.kind=constant"]).schedule == Schedule(kind="constant", warmup_steps=7)
+    assert load_recipe(file(text), ["schedule.kind=wsd"]).schedule.decay_share == 0.5
 
 
 WARM = "schedule: {kind: cosine, warmup_steps: 20}"

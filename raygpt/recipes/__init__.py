@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from raygpt import storage
-from raygpt.config import FAMILY, SIZES, Optimizer, Recipe, shown
+from raygpt.config import FAMILY, SIZES, Optimizer, Recipe, Schedule, shown
 from raygpt.errors import RaygptError
 from raygpt.recipes.explain import explain_first, flat, nearest, one_line
 
@@ -34,10 +34,12 @@ def load_recipe(
     for change, keys in (("model.depth", SIZES), ("model.preset", (*SIZES, *FAMILY))):
         if changes.get(change) is not None:
             values = {key: value for key, value in values.items() if key.removeprefix("model.") not in keys}
-    kind = values.get("optimizer.kind", Optimizer().kind)
-    if changes.get("optimizer.kind", kind) != kind:
-        # The file's rates, betas and decay are for another optimizer.
-        values = {key: value for key, value in values.items() if not key.startswith("optimizer.")}
+    # The file's rates are for another optimizer, its shape for another schedule. Its warm-up stays.
+    for part, kind in (("optimizer", Optimizer().kind), ("schedule", Schedule().kind)):
+        before = values.get(f"{part}.kind", kind)
+        if changes.get(f"{part}.kind", before) != before:
+            kept = "schedule.warmup_steps"
+            values = {key: value for key, value in values.items() if not key.startswith(f"{part}.") or key == kept}
     for unit, other in (("training.steps", "training.epochs"), ("training.epochs", "training.steps")):
         if changes.get(unit) is not None and other not in changes:
             values.pop(other, None)  # a length in one unit replaces the file's in the other

@@ -1,4 +1,4 @@
-"""Checkpoints of raygpt 0.1: nested parameters, queries, keys and values in one array, an Optax chain's state."""
+"""Checkpoints of format 1: nested parameters, queries, keys and values in one array, an Optax chain's state."""
 
 from typing import Any
 
