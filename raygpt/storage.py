@@ -98,9 +98,14 @@ def _local_sizes(folder: str) -> dict[str, int]:
     found = {}
     for entry in os.scandir(folder) if Path(folder).is_dir() else ():
         with contextlib.suppress(FileNotFoundError):  # another process's temporary file, renamed since
-            if entry.is_file():
+            if not _is_circular(entry) and entry.is_file():
                 found[entry.name] = entry.stat().st_size
     return found
+
+
+def _is_circular(entry: "os.DirEntry[str]") -> bool:
+    """Whether it is a link that leads back to itself, which `is_file` raises for."""
+    return entry.is_symlink() and not Path(entry.path).exists()
 
 
 def files(folder: str) -> dict[str, int]:

@@ -88,6 +88,14 @@ def test_a_file_exists_once_it_is_written_and_a_folder_is_no_file(folder: str) -
     assert not storage.exists(folder)
 
 
+def test_a_link_that_leads_back_to_itself_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "nowhere").symlink_to("gone")
+    (tmp_path / "real").write_bytes(b"12")
+    (tmp_path / "link").symlink_to("real")
+    assert storage.sizes(str(tmp_path)) == {"real": 2, "link": 2}
+
+
 def test_sizes_are_those_of_the_files_directly_in_a_folder(folder: str) -> None:
     assert storage.sizes(folder) == {}
     storage.write_bytes(f"{folder}/a", b"12345")

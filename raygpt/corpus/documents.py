@@ -230,6 +230,12 @@ def _refuse_utf16(line: bytes, file: File) -> None:
             raise RaygptError(
                 f"{file.uri}: is {encoding}, by its byte-order mark; convert it, e.g. iconv -f {encoding} -t utf-8"
             )
+    start = line[:1000]
+    if 4 * start.count(0) > len(start):
+        raise RaygptError(
+            f"{file.uri}: is no UTF-8 text, its first line is full of zero bytes; if it is UTF-16, convert it, e.g. "
+            "iconv -f UTF-16LE -t utf-8"
+        )
 
 
 def _json_text(line: bytes, column: str, where: str) -> str:

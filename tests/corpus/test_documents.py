@@ -319,6 +319,17 @@ def test_an_encoding_with_a_byte_order_mark_is_named(tmp_path: Path, encoding: s
     assert refusal(path) == f"{path}: is {said}, by its byte-order mark; {remedy}"
 
 
+def test_utf_16_without_a_byte_order_mark_is_recognised_by_its_zeros_but_a_stray_one_is_text(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("café, and more of it\n", "utf-16-le")
+    assert refusal(path) == (
+        f"{path}: is no UTF-8 text, its first line is full of zero bytes; if it is UTF-16, convert it, e.g. "
+        "iconv -f UTF-16LE -t utf-8"
+    )
+    path.write_text("caf\0, and more of it\n")
+    assert texts(path) == ["caf\0, and more of it\n"]
+
+
 def test_the_byte_is_right_in_later_pieces_too(tmp_path: Path) -> None:
     with pytest.raises(RaygptError, match=f"invalid UTF-8 at byte {17 * 100};"):
         cut(b"A line of words.\n" * 100 + b"\xff\n" + b"A line of words.\n" * 100, tmp_path)
