@@ -153,7 +153,8 @@ def test_a_run_that_is_driven_already_is_refused_with_the_drivers_name(train, st
 
 
 def test_more_workers_than_the_cluster_holds_are_refused(train, straight):  # Ray would wait for ever
-    with pytest.raises(RaygptError, match=r"5 × 1 CPU do not fit: .* room for 4 \(1 node, 4 CPU\); write .*workers: 4"):
+    fits = r"5 × 1 CPU, .* memory do not fit: .* room for 4 \(1 node, 4 CPU, .* memory\); write .*workers: 4"
+    with pytest.raises(RaygptError, match=fits):
         train("crowded", 5, **{"cluster.workers": 5})
     with pytest.raises(RaygptError, match=r"2 × 1 CPU, 1 GPU do not fit: .* room for 0"):
         train("crowded", 5, **{"cluster.accelerator": "gpu"})
@@ -251,6 +252,11 @@ def test_secrets_are_not_written_into_a_run(straight):
 
 
 def test_an_error_in_a_worker_is_in_the_result(train):
-    result = train("broken", 5, **{"cluster.workers": 1, "cluster.mesh": {"data": 3, "fsdp": 5}})
+    result = train("broken", 5, **{"cluster.workers": 1, "optimizer.learning_rate": 1e30})
     assert isinstance(result.error, RaygptError)
-    assert "does not multiply to the" in str(result.error)
+    assert "is not a number" in str(result.error)
+
+
+def test_a_mesh_that_this_machine_has_no_devices_for_is_refused_before_workers_start(train):
+    with pytest.raises(RaygptError, match=r"cluster\.mesh: data=3 × fsdp=5 does not multiply to the"):
+        train("meshed", 5, **{"cluster.workers": 1, "cluster.mesh": {"data": 3, "fsdp": 5}})
