@@ -62,7 +62,7 @@ def recipe(home, name, steps, **changes):
         "cluster.workers": 2,
         "run": {"storage": str(home / "runs"), "name": name},
     }
-    return load_recipe("tiny", {**small, **changes})
+    return load_recipe("gpt2-tiny", {**small, **changes})
 
 
 def store_of(home):
