@@ -67,6 +67,14 @@ def train(
     profile: Annotated[
         str | None, typer.Option(metavar="FIRST:LAST", help="Trace these steps, e.g. 20:25, for ui.perfetto.dev.")
     ] = None,
+    unattended: Annotated[
+        bool,
+        typer.Option(
+            "--unattended",
+            help="For jobs that a scheduler restarts: wait for nodes and for a dead driver's lock; "
+            "`raygpt stop` ends them with status 0.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a model: prepare its corpus if needed, then run the recipe, or resume its run."""
@@ -83,7 +91,7 @@ def train(
         with data.preparing() as progress:
             run = launch.prepare_run(loaded, progress, force)
         if as_json:
-            result = launch.train(run, training.show_message, traced)
+            result = launch.train(run, training.show_message, traced, unattended)
             outcome = {"path": result.path, "metrics": result.metrics, "stopped": result.stopped}
             _print_json({**outcome, "plan": run.plan.as_dict()})
         elif run.is_finished:
@@ -92,7 +100,7 @@ def train(
         else:
             training.show_plan(run)
             with training.live_progress(run.plan.steps) as watch:
-                result = launch.train(run, watch, traced)
+                result = launch.train(run, watch, traced, unattended)
             if result.stopped is not None:
                 training.show_stopped(result)
             elif not result.error:
@@ -100,7 +108,8 @@ def train(
     if result.error:
         raise result.error
     if result.stopped is not None:
-        raise typer.Exit(130)  # as after any Ctrl-C: the run is not finished
+        is_wanted = unattended and not result.by_signal  # a scheduler must not start again what `raygpt stop` ended
+        raise typer.Exit(0 if is_wanted else 130)  # 130 as after any Ctrl-C: the run is not finished
 
 
 @app.command()
@@ -113,6 +122,78 @@ def stop(
 
     driver = ask_to_stop(storage.absolute(run))
     print(f"asked {driver} to stop; it saves after one of its next steps")
+
+
+@app.command()
+def deploy(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What to change in it, as for train.")
+    ] = None,
+    target: Annotated[
+        str, typer.Option(help="kubernetes (any, with KubeRay), gke, eks, aks, or slurm.")
+    ] = "kubernetes",
+    out: Annotated[str, typer.Option(metavar="DIR", help="Where to write the files.")] = "deploy-NAME",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Explain each block, and write nothing.")] = False,
+    image: Annotated[str, typer.Option(help="Of the pods; a Dockerfile for it is written.")] = "raygpt:latest",
+    namespace: Annotated[str | None, typer.Option(help="Of Kubernetes; by default that of kubectl.")] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="Workers on spot machines; the head never.")] = False,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a pod or node.")] = 1,
+    cpus: Annotated[int | None, typer.Option(min=1, help="CPUs of a pod or node (default: 8 for each GPU).")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of a pod, e.g. 64Gi (default: 32Gi for each GPU).")] = None,
+    prepare_nodes: Annotated[int, typer.Option(min=0, help="CPU-only nodes, at most, while text is tokenised.")] = 0,
+    volume: Annotated[
+        str | None, typer.Option(metavar="CLAIM", help="A volume claim that all pods mount at /storage.")
+    ] = None,
+    volume_size: Annotated[str | None, typer.Option(help="Make that claim, with so much space, e.g. 500Gi.")] = None,
+    secret: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A Secret whose keys become variables; may be given again.")
+    ] = None,
+    service_account: Annotated[str | None, typer.Option(metavar="NAME", help="Of the pods, e.g. for S3.")] = None,
+    node_selector: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Label of the workers' nodes; may be given again.")
+    ] = None,
+    retries: Annotated[int, typer.Option(min=0, help="How often a failed job is started again, and resumes.")] = 5,
+    time: Annotated[str, typer.Option(help="Of a slurm job before it is requeued.")] = "24:00:00",
+    as_json: Json = False,
+) -> None:
+    """Write what runs a recipe on a cluster: a RayJob for KubeRay and a Dockerfile, or a batch script for slurm."""
+    from raygpt.deploy import files
+    from raygpt.deploy.deployment import Options, parse_selector, plan_deployment
+    from raygpt.recipes import load_recipe
+    from raygpt.show import results
+
+    options = Options(
+        target,
+        image,
+        namespace,
+        spot,
+        gpus_per_node,
+        cpus,
+        memory,
+        prepare_nodes,
+        volume,
+        volume_size,
+        tuple(secret or ()),
+        service_account,
+        parse_selector(node_selector or []),
+        retries,
+        time,
+    )
+    deployment = plan_deployment(load_recipe(recipe, overrides or []), options)
+    if dry_run:
+        blocks = files.explain(deployment)
+        if as_json:
+            _print_json([{"block": block, "why": why} for block, why in blocks])
+        else:
+            results.show_blocks(blocks)
+        return
+    folder = out.replace("NAME", deployment.name)
+    written, steps = files.write(deployment, folder), files.next_steps(deployment, folder)
+    if as_json:
+        _print_json({"files": written, "next": steps})
+    else:
+        results.show_deployed(written, steps)
 
 
 @app.command()

@@ -20,6 +20,7 @@ from raygpt.runs import free_name
 
 LOCK = "hold.json"  # not "lock.json": a driver of an older version must find it
 RENEW_S = 10.0
+POLL_S = 1.0
 STALE_S = 60.0  # six renewals missed; machines' clocks may differ by less
 
 
@@ -45,12 +46,15 @@ class Owner:
 
 
 @contextlib.contextmanager
-def locked(run_folder: str) -> Iterator[Callable[[], None]]:
-    """Lock a run for the block; refuse if another driver has the lock.
+def locked(run_folder: str, wait: bool = False) -> Iterator[Callable[[], None]]:
+    """Lock a run for the block; refuse if another driver has the lock. With `wait`, a driver that may have been killed
+    on another machine is given the time to renew it: only if it does, we refuse.
 
     Yields a check that raises if another driver has taken the lock since, e.g. while this machine was suspended.
     """
     uri = storage.join(run_folder, LOCK)
+    if wait:
+        _wait_until_renewed_or_gone(uri)
     now = time.time()
     ours = Owner(_user(), socket.gethostname(), os.getpid(), now, now, uuid.uuid4().hex)
     _take(uri, ours, run_folder)
@@ -93,6 +97,13 @@ def _take(uri: str, ours: Owner, run_folder: str) -> None:
     if after is None or after.token != ours.token:
         remedy = f"wait for it, or write run.name={free_name(run_folder)}"
         raise RaygptError(f"{run_folder} was taken at the same moment by {after}; {remedy}")
+
+
+def _wait_until_renewed_or_gone(uri: str) -> None:
+    before = current = _read(uri)
+    while before and current and current == before and not current.is_gone:
+        time.sleep(POLL_S)
+        current = _read(uri)
 
 
 def _renew(uri: str, ours: Owner, ended: threading.Event, taken_by: list[Owner]) -> None:

@@ -186,6 +186,23 @@ def show_speed(figures: dict[str, Any], verdict: str) -> None:
     out.print(f"\n{escape(verdict)}")
 
 
+def show_blocks(blocks: Sequence[tuple[str, str]]) -> None:
+    """What each block of a manifest is for."""
+    for block, why in blocks:
+        out.print(f"[bold]{escape(block)}[/]", soft_wrap=True)
+        if why:
+            out.print(f"  {escape(why)}", soft_wrap=True)
+
+
+def show_deployed(files: Sequence[str], steps: Sequence[str]) -> None:
+    """The files that `raygpt deploy` wrote, and the commands that use them."""
+    for file in files:
+        out.print(f"wrote {escape(relative_path(file))}", soft_wrap=True)
+    out.print("\nTry next:")
+    for step in steps:
+        out.print(f"  {escape(step)}", soft_wrap=True)
+
+
 def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "run", escape(relative_path(facts["folder"]))
     why = f": {escape(printable(facts['why']))}" if facts["why"] else ""

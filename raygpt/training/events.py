@@ -137,8 +137,11 @@ class Waiting(Message):
     """The cluster has no room yet."""
 
 
+@dataclass(frozen=True)
 class StopRequested(Message):
     """A signal or `raygpt stop` asked the run to save and end."""
+
+    by_signal: bool = False
 
 
 class GivenUp(Message):

@@ -28,29 +28,29 @@ def stoppable(
     uri = storage.join(run_folder, STOP_FILE)
     requested = threading.Event()
     looked = time.monotonic()
-    unsaid: list[str] = []  # printed later: a signal may interrupt a print
+    unsaid: list[StopRequested] = []  # printed later: a signal may interrupt a print
 
-    def ask(who: str) -> None:
+    def ask(who: str, by_signal: bool) -> None:
         requested.set()
         stop_workers()
-        unsaid.append(f"{who}: saving after one of the next steps")
+        unsaid.append(StopRequested(f"{who}: saving after one of the next steps", by_signal))
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if requested.is_set():
             raise KeyboardInterrupt
-        ask(f"{signal.Signals(number).name}, once more to stop at once")
+        ask(f"{signal.Signals(number).name}, once more to stop at once", by_signal=True)
 
     def look() -> None:
         nonlocal looked
         while unsaid:
-            watch(StopRequested(unsaid.pop(0)))
+            watch(unsaid.pop(0))
         if requested.is_set() or time.monotonic() - looked < STOP_POLL_S:
             return
         looked = time.monotonic()
         with contextlib.suppress(OSError, RaygptError):
             if storage.exists(uri):
                 storage.delete(uri)
-                ask("stopped by raygpt stop")
+                ask("stopped by raygpt stop", by_signal=False)
 
     with _handled(on_signal):
         yield look

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -51,6 +52,17 @@ def test_an_owner_elsewhere_that_renews_is_respected_and_one_that_does_not_is_go
         pass
     other_driver(run_folder, renewed=time.time() - 61)
     with locked(run_folder):
+        pass
+
+
+def test_a_restarted_job_waits_for_a_dead_drivers_lock_and_refuses_one_that_is_renewed(run_folder, monkeypatch):
+    monkeypatch.setattr(lock, "POLL_S", 0.05)
+    other_driver(run_folder, renewed=time.time() - lock.STALE_S + 1)
+    with locked(run_folder, wait=True):
+        assert lock_owner(run_folder).process == os.getpid()
+    other_driver(run_folder)
+    threading.Timer(0.3, other_driver, [run_folder], {"renewed": time.time() + 1}).start()
+    with pytest.raises(RaygptError, match="trained by ada on elsewhere, process 7"), locked(run_folder, wait=True):
         pass
 
 

@@ -16,7 +16,9 @@ def test_a_signal_in_the_middle_of_a_line_prints_nothing_into_it(tmp_path):
         assert asked == ["stop"]  # the workers know at once
         assert said == []
         look()
-    assert said == [StopRequested("SIGTERM, once more to stop at once: saving after one of the next steps")]
+    assert said == [
+        StopRequested("SIGTERM, once more to stop at once: saving after one of the next steps", by_signal=True)
+    ]
 
 
 def test_the_second_does_not_wait(tmp_path):
@@ -27,13 +29,15 @@ def test_the_second_does_not_wait(tmp_path):
 
 
 def test_a_request_from_elsewhere_is_found_and_an_old_one_is_forgotten(tmp_path, monkeypatch):
-    asked = []
+    asked, said = [], []
     monkeypatch.setattr("raygpt.training.stopping.STOP_POLL_S", 0)
     (tmp_path / STOP_FILE).touch()
     clear_stop_request(str(tmp_path))
-    with stoppable(str(tmp_path), lambda: asked.append("stop"), lambda event: None) as look:
+    with stoppable(str(tmp_path), lambda: asked.append("stop"), said.append) as look:
         look()
         assert asked == []
         (tmp_path / STOP_FILE).touch()
         look()
+        look()
     assert asked == ["stop"]
+    assert [event.by_signal for event in said] == [False]

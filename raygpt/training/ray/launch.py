@@ -18,13 +18,14 @@ from raygpt.runs.lock import locked
 from raygpt.runs.metrics import Line
 from raygpt.runs.records import Outcome, write_result
 from raygpt.training import prepared, resume
-from raygpt.training.events import Event, StepLogged, Stopped, Validated, Warned
+from raygpt.training.events import Event, StepLogged, Stopped, StopRequested, Validated, Waiting, Warned
 from raygpt.training.prepared import Prepared
 from raygpt.training.ray.backend import backend_for
 from raygpt.training.ray.mailbox import open_mailbox
 from raygpt.training.ray.memory import request_memory
 from raygpt.training.ray.scaling import choose_workers, ensure_room, ensure_shared, local_cpus
 from raygpt.training.ray.trainer import Trainer, fit
+from raygpt.training.ray.unattended import wait_for_nodes
 from raygpt.training.ray.worker import work
 from raygpt.training.stopping import clear_stop_request, stoppable
 
@@ -40,6 +41,7 @@ class Result:
     checkpoint: str | None = None
     error: BaseException | None = None
     stopped: int | None = None  # the step after which it was stopped and saved
+    by_signal: bool = False  # it was stopped by a signal, not by `raygpt stop`
 
 
 def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: bool = False) -> Prepared:
@@ -66,18 +68,22 @@ def on_cluster(recipe: Recipe) -> Any:
 
 
 def train(
-    run: Prepared, watch: Callable[[Event], None] = lambda event: None, profile: tuple[int, int] | None = None
+    run: Prepared,
+    watch: Callable[[Event], None] = lambda event: None,
+    profile: tuple[int, int] | None = None,
+    unattended: bool = False,
 ) -> Result:
     """Train to the last step, or until stopped. `watch` gets every event as it comes; an error is in the result.
 
-    `profile` is the first and the last step to trace.
+    `profile` is the first and the last step to trace. `unattended` waits for what a restarted job waits for: nodes that
+    have not joined again, and the lock of a driver that was killed.
     """
     folder = run.plan.run_folder
     driver = DriverState(watch, metrics.latest(metrics.read(folder)))
     if run.is_finished:
         run.corpus.close()
         return Result(folder, driver.last, checkpoints.folder_of(folder, run.after))
-    with on_cluster(run.recipe), contextlib.closing(run.corpus), locked(folder) as check_lock:
+    with on_cluster(run.recipe), contextlib.closing(run.corpus), locked(folder, unattended) as check_lock:
         clear_stop_request(folder)
         if not has_taken_steps(folder):
             storage.delete(storage.join(folder, metrics.METRICS))  # of an earlier start: this is not its restart
@@ -88,7 +94,7 @@ def train(
         workers = choose_workers(run.recipe.cluster, run.recipe.engine, driver.warn)
         workers, mailbox = request_memory(workers, run.recipe, run.plan.vocab), open_mailbox()
         with (
-            stoppable(folder, lambda: mailbox.request.remote("stop"), driver.show) as poll,
+            stoppable(folder, lambda: mailbox.request.remote("stop"), driver.add) as poll,
             _recording_outcome(folder, driver),
         ):
 
@@ -105,9 +111,13 @@ def train(
                 backend=backend_for(run.recipe.engine, workers.accelerator),
                 hang_after=run.recipe.training.hang_after,
             )
+            if unattended:
+                wait_for_nodes(workers, lambda text: driver.show(Waiting(text)), look)
             driver.error = fit(trainer, driver.add, look)
     checkpoint = checkpoints.find_newest(folder)
-    return Result(folder, driver.last, checkpoint.folder if checkpoint else None, driver.error, driver.stopped)
+    return Result(
+        folder, driver.last, checkpoint.folder if checkpoint else None, driver.error, driver.stopped, driver.by_signal
+    )
 
 
 @dataclass
@@ -117,11 +127,14 @@ class DriverState:
     watch: Callable[[Event], None]
     last: Line  # the last value of each metric
     stopped: int | None = None  # the step after which it was stopped
+    by_signal: bool = False
     error: BaseException | None = None
 
     def add(self, event: Event) -> None:
-        """Handle an event of the workers."""
+        """Handle an event of the workers, or a request to stop."""
         match event:
+            case StopRequested():
+                self.by_signal = event.by_signal
             case Stopped(step):
                 self.stopped = step
             case StepLogged() | Validated():

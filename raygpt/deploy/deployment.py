@@ -1,0 +1,255 @@
+"""What is deployed: a recipe, where it goes, and every number that follows from the two."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from raygpt.config import Recipe
+from raygpt.deploy.clouds import CLOUDS, Cloud
+from raygpt.deploy.local_files import local_files
+from raygpt.deploy.tpu import Slice, slice_of
+from raygpt.errors import RaygptError
+from raygpt.recipes import check_part
+from raygpt.storage import is_remote
+
+MOUNT = "/storage"  # of the volume, in every pod
+NAME_LENGTH = 47  # KubeRay adds six characters for the RayCluster, and those names have 53 at most
+QUANTITY = r"[1-9]\d*(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?"  # of Kubernetes, as far as a person writes them
+# What a pod has for each worker, unless --cpus and --memory say otherwise. A GPU's batches are read by its own pod, and
+# the smallest host of a TPU has 24 CPUs and 48 GB.
+CPUS = {"gpu": 8, "tpu": 20, "cpu": 4}
+MEMORY_GIB = {"gpu": 32, "tpu": 40, "cpu": 8}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where a recipe is deployed, as the command line gives it."""
+
+    target: str
+    image: str = "raygpt:latest"
+    namespace: str | None = None
+    spot: bool = False
+    gpus_per_node: int = 1
+    cpus: int | None = None
+    memory: str | None = None
+    prepare_nodes: int = 0
+    volume: str | None = None
+    volume_size: str | None = None
+    secrets: tuple[str, ...] = ()
+    service_account: str | None = None
+    node_selector: dict[str, str] = field(default_factory=dict)
+    retries: int = 5
+    time: str = "24:00:00"
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A recipe for a place, checked. Made by `plan_deployment`."""
+
+    recipe: Recipe  # as it runs there: accelerator and storage are explicit
+    options: Options
+    cloud: Cloud
+    accelerator: Literal["cpu", "gpu", "tpu"]
+    slice: Slice | None
+    workers_per_pod: int
+
+    @property
+    def name(self) -> str:
+        """The run's name as Kubernetes allows it: modern-1.5b -> modern-1-5b."""
+        name = re.sub(r"[^a-z0-9]+", "-", str(self.recipe.run.name).lower()).strip("-")
+        return (name if name[:1].isalpha() else f"run-{name}")[:NAME_LENGTH].strip("-")
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.recipe.cluster.min_workers < self.recipe.cluster.max_workers
+
+    @property
+    def has_autoscaler(self) -> bool:
+        return self.is_elastic or self.options.prepare_nodes > 0
+
+    @property
+    def min_replicas(self) -> int:
+        """Of the worker group: pods, or slices."""
+        return -(-self.recipe.cluster.min_workers // self._workers_per_replica)
+
+    @property
+    def max_replicas(self) -> int:
+        return self.recipe.cluster.max_workers // self._workers_per_replica
+
+    @property
+    def hosts(self) -> int:
+        """Pods of one replica: 1, or the hosts of a slice."""
+        return self.slice.hosts if self.slice else 1
+
+    @property
+    def _workers_per_replica(self) -> int:
+        return self.workers_per_pod * self.hosts
+
+    @property
+    def cpus_per_pod(self) -> int:
+        """At least one more than the workers take: Ray Data tokenises and reads with what is left."""
+        taken = self.recipe.cluster.resources_per_worker.get("CPU", 1) * self.workers_per_pod
+        asked = self.options.cpus or CPUS[self.accelerator] * self.workers_per_pod
+        return max(asked, int(taken) + 1)
+
+    @property
+    def memory_per_pod(self) -> str:
+        return self.options.memory or f"{MEMORY_GIB[self.accelerator] * self.workers_per_pod}Gi"
+
+    @property
+    def extras(self) -> list[str]:
+        """Extras of raygpt that the image needs for this recipe."""
+        track = self.recipe.track
+        device = {"gpu": "cuda", "tpu": "tpu"}.get(self.accelerator) if self.recipe.engine == "jax" else None
+        trackers = {"tensorboard": track.tensorboard, "wandb": track.wandb, "mlflow": track.mlflow}
+        engine = "torch" if self.recipe.engine == "torch" else device
+        wanted = ["dashboard", "gpt2", "hf", engine, *(name for name, used in trackers.items() if used)]
+        return sorted({name for name in wanted if name})
+
+
+def plan_deployment(recipe: Recipe, options: Options) -> Deployment:
+    """Check a recipe for the place that it is deployed to; raises RaygptError with one line."""
+    cloud = _cloud(options)
+    accelerator = _accelerator(recipe, options)
+    slice_ = slice_of(recipe.cluster.accelerator_type, recipe.cluster.topology) if accelerator == "tpu" else None
+    _check_credentials(recipe)
+    _check_names(options)
+    placed = _placed(recipe, options, accelerator)
+    _check_files(placed, options)
+    deployment = Deployment(placed, options, cloud, accelerator, slice_, _workers_per_pod(placed, options, accelerator))
+    _check_workers(deployment)
+    return deployment
+
+
+def parse_selector(pairs: Sequence[str]) -> dict[str, str]:
+    """["KEY=VALUE"] -> {KEY: VALUE}, as --node-selector gives them."""
+    found = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (key and equals):
+            raise RaygptError(f"--node-selector: {pair!r} is not KEY=VALUE; write e.g. --node-selector pool=h100")
+        found[key] = value
+    return found
+
+
+def ray_version() -> str:
+    """Of the Ray that is installed here; the image gets the same."""
+    return metadata.version("ray")
+
+
+def _cloud(options: Options) -> Cloud:
+    cloud = CLOUDS.get(options.target)
+    if cloud is None:
+        raise RaygptError(f"--target: {options.target} is none of {', '.join(CLOUDS)}; write e.g. --target gke")
+    if options.spot and not cloud.spot:
+        raise RaygptError(
+            f"--spot: --target {options.target} has no label for spot machines; write --target gke, eks or aks, or "
+            "--node-selector KEY=VALUE with your own"
+        )
+    return cloud
+
+
+def _accelerator(recipe: Recipe, options: Options) -> Literal["cpu", "gpu", "tpu"]:
+    """`auto` is a GPU, or a TPU if the recipe has a topology: a manifest cannot wait and see."""
+    asked = recipe.cluster.accelerator
+    chosen: Any = asked if asked != "auto" else "tpu" if recipe.cluster.topology else "gpu"
+    if chosen == "tpu" and options.target != "gke":
+        raise RaygptError(f"cluster.accelerator: tpu is not for --target {options.target}; write --target gke")
+    return chosen  # type: ignore[no-any-return]
+
+
+def _check_credentials(recipe: Recipe) -> None:
+    if recipe.cluster.runtime_env:
+        raise RaygptError(
+            "cluster.runtime_env: may hold secrets, so it is not written into a manifest; put variables into a Secret "
+            "and write --secret NAME, and packages into the image"
+        )
+
+
+def _check_names(options: Options) -> None:
+    names = {"--volume": [options.volume], "--namespace": [options.namespace], "--secret": options.secrets}
+    for option, values in (names | {"--service-account": [options.service_account]}).items():
+        for value in values:
+            if value is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?", value):
+                raise RaygptError(
+                    f"{option}: {value!r} is no name of Kubernetes, which are 1 to 63 of a-z 0-9 - and begin and end "
+                    "with a letter or digit"
+                )
+    for option, value in (("--memory", options.memory), ("--volume-size", options.volume_size)):
+        if value is not None and not re.fullmatch(QUANTITY, value):
+            raise RaygptError(f"{option}: {value!r} is no quantity of Kubernetes; write e.g. {option} 64Gi")
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", options.time):
+        raise RaygptError(f"--time: {options.time!r} is no time of slurm; write e.g. --time 24:00:00")
+    if options.volume_size and not options.volume:
+        raise RaygptError("--volume-size: there is no --volume to make; write --volume NAME as well")
+
+
+def _placed(recipe: Recipe, options: Options, accelerator: str) -> Recipe:
+    """The recipe with an explicit accelerator, so that a run whose nodes have not joined yet does not choose the CPU,
+    and with a storage that all pods see."""
+    home = recipe.run.storage
+    if options.target != "slurm" and not is_remote(home):
+        if not options.volume:
+            raise RaygptError(
+                f"run.storage: {home} would be a folder of one pod, and lost with it; write run.storage=s3://…, or "
+                f"--volume NAME for a volume that all pods mount at {MOUNT}"
+            )
+        home = home if home.startswith("/") else f"{MOUNT}/{home}"
+        if not _is_below(home, MOUNT):
+            raise RaygptError(f"run.storage: {home} is not on the volume, which is mounted at {MOUNT}; write e.g. runs")
+    cluster = check_part("cluster", recipe.cluster.model_dump() | {"accelerator": accelerator})
+    return recipe.model_copy(update={"cluster": cluster, "run": recipe.run.model_copy(update={"storage": home})})
+
+
+def _check_files(recipe: Recipe, options: Options) -> None:
+    """Refuse files of this machine: pods see the image, the volume and what has an address."""
+    if options.target == "slurm":  # its nodes share the home directories
+        return
+    for key, path in local_files(recipe):
+        if not (options.volume and _is_below(path, MOUNT)):
+            place = f"{MOUNT}/{PurePosixPath(path).name}"
+            remedy = f"copy it onto the volume and write {key}={place}" if options.volume else f"write {key}=s3://…"
+            raise RaygptError(f"{key}: {path} is a file of this machine, which pods do not see; {remedy}")
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return PurePosixPath(path).is_relative_to(folder) and ".." not in PurePosixPath(path).parts
+
+
+def _workers_per_pod(recipe: Recipe, options: Options, accelerator: str) -> int:
+    each = recipe.cluster.resources_per_worker
+    unknown = sorted(set(each) - {"CPU", "GPU", "TPU", "memory"})
+    if unknown:
+        raise RaygptError(f"cluster.resources_per_worker: {unknown[0]} is no resource of a node there; leave it out")
+    if accelerator != "gpu":
+        return 1
+    gpus = each.get("GPU", 1)
+    if gpus < 1 or options.gpus_per_node % gpus:
+        raise RaygptError(
+            f"--gpus-per-node: {options.gpus_per_node} is no multiple of the {gpus:g} GPUs of a worker "
+            f"(cluster.resources_per_worker); write e.g. --gpus-per-node {max(int(gpus), 1)}"
+        )
+    return int(options.gpus_per_node // gpus)
+
+
+def _check_workers(deployment: Deployment) -> None:
+    cluster, each = deployment.recipe.cluster, deployment.workers_per_pod * deployment.hosts
+    if deployment.slice and deployment.is_elastic:
+        raise RaygptError(
+            f"cluster.workers: {cluster.workers} is elastic, and TPU slices are not; write e.g. cluster.workers: {each}"
+        )
+    if cluster.max_workers % each == 0:
+        return
+    fitting = max(cluster.max_workers // each, 1) * each
+    if deployment.slice:
+        what = f"slices of {cluster.topology} {cluster.accelerator_type}, which have {each} hosts"
+        raise RaygptError(
+            f"cluster.workers: {cluster.workers} does not fill {what}; write cluster.workers: {fitting}, or a multiple"
+        )
+    raise RaygptError(
+        f"cluster.workers: {cluster.workers} does not fill nodes of {deployment.options.gpus_per_node} GPUs; "
+        f"write e.g. cluster.workers: {fitting}"
+    )

@@ -1,0 +1,62 @@
+"""The files of a deployment, and what each block in them is for."""
+
+from pathlib import Path
+
+from raygpt.deploy import image, rayjob, slurm
+from raygpt.deploy.commented import notes
+from raygpt.deploy.deployment import Deployment
+
+
+def files(deployment: Deployment) -> dict[str, str]:
+    """Name -> content."""
+    if deployment.options.target == "slurm":
+        return {"train.sbatch": slurm.script(deployment)}
+    return {"rayjob.yaml": rayjob.text(deployment), "Dockerfile": image.dockerfile(deployment)}
+
+
+def explain(deployment: Deployment) -> list[tuple[str, str]]:
+    """(block, why) of everything that is not plain from its name."""
+    if deployment.options.target == "slurm":
+        lines = slurm.script(deployment).partition("set -u")[0].splitlines()[2:]
+        return [(line.removeprefix("#SBATCH "), why) for why, line in _with_reason(lines)]
+    return [
+        (f"{manifest['kind']} {path}".strip(), why)
+        for manifest in rayjob.manifests(deployment)
+        for path, why in notes(manifest)
+    ]
+
+
+def _with_reason(lines: list[str]) -> list[tuple[str, str]]:
+    """(comment, line below it); without a comment of its own a line has that of the one before."""
+    found, why = [], ""
+    for line in lines:
+        if line.startswith("#SBATCH"):
+            found.append((why, line))
+        else:
+            why = line.removeprefix("# ")
+    return found
+
+
+def write(deployment: Deployment, folder: str) -> list[str]:
+    """Write the files into a folder; returns their paths."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, content in files(deployment).items():
+        path = Path(folder, name)
+        path.write_text(content, encoding="utf-8")
+        written.append(str(path))
+    return written
+
+
+def next_steps(deployment: Deployment, folder: str) -> list[str]:
+    """The commands that start the run, and those that look at it."""
+    options, where = deployment.options, Path(folder)
+    if options.target == "slurm":
+        return [f"sbatch {where / 'train.sbatch'}"]
+    space = f" -n {options.namespace}" if options.namespace else ""
+    context = str(image.CHECKOUT) if image.is_checkout() else "."
+    return [
+        f"docker build -f {where / 'Dockerfile'} -t {options.image} {context} && docker push {options.image}",
+        f"kubectl apply -f {where / 'rayjob.yaml'}",
+        f"kubectl get rayjob{space} {deployment.name}",
+    ]

@@ -1,0 +1,82 @@
+"""A batch script for slurm: starts Ray on the allocation, trains, and is requeued before its time is over."""
+
+from raygpt.deploy.deployment import Deployment
+
+SAVE_S = 120  # before the end of its time the job is asked to save
+
+
+def script(deployment: Deployment) -> str:
+    """The file for `sbatch`."""
+    nodes = _nodes(deployment)
+    gpus = f"#SBATCH --gpus-per-node={deployment.options.gpus_per_node}\n" if deployment.accelerator == "gpu" else ""
+    return f"""\
+#!/bin/bash
+# The run {deployment.recipe.run.name}, made by raygpt deploy: `sbatch` of this file starts it, or goes on with it.
+#SBATCH --job-name={deployment.name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+{gpus}#SBATCH --cpus-per-task={deployment.cpus_per_pod}
+#SBATCH --time={deployment.options.time}
+#SBATCH --output=%x-%j.log
+# A job that is requeued, by slurm after a lost node or by itself below, adds to its log.
+#SBATCH --requeue
+#SBATCH --open-mode=append
+# {SAVE_S} s before its time is over the script gets USR1, saves, and requeues itself.
+#SBATCH --signal=B:USR1@{SAVE_S}
+set -u
+
+# Put here what brings raygpt into PATH, e.g.: source ~/venv/bin/activate
+for program in raygpt ray; do
+  if ! command -v "$program" >/dev/null; then
+    echo "error: $program is not in PATH; activate its environment in this script" >&2
+    exit 1
+  fi
+done
+
+folder=$(mktemp -d)
+cat >"$folder/recipe.yaml" <<'RECIPE'
+{deployment.recipe.to_yaml()}RECIPE
+
+# Only who has this token can run code on the cluster; srun passes it on.
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \\n')
+# Jobs may share a node, so the port depends on the job.
+port=$((20000 + SLURM_JOB_ID % 10000))
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(getent ahostsv4 "$head" | awk 'NR == 1 {{print $1}}'):$port
+gpus={deployment.options.gpus_per_node if deployment.accelerator == "gpu" else 0}
+size=(--num-cpus="${{SLURM_CPUS_PER_TASK:-{deployment.cpus_per_pod}}}" --num-gpus="$gpus" --disable-usage-stats --block)
+
+srun --nodes=1 --ntasks=1 --nodelist="$head" \\
+  ray start --head --node-ip-address="${{address%:*}}" --port="$port" --include-dashboard=false "${{size[@]}}" &
+for _ in $(seq 60); do
+  ray health-check --address "$address" >/dev/null 2>&1 && break
+  sleep 2
+done
+if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
+  others=$((SLURM_JOB_NUM_NODES - 1))
+  srun --nodes="$others" --ntasks="$others" --exclude="$head" ray start --address="$address" "${{size[@]}}" &
+fi
+
+# The driver waits for nodes that have not joined, and for the lock of one that was killed.
+RAY_ADDRESS="$address" raygpt train "$folder/recipe.yaml" --unattended &
+driver=$!
+signalled=
+trap 'signalled=yes; kill -TERM "$driver"' USR1 TERM
+wait "$driver"
+status=$?
+while kill -0 "$driver" 2>/dev/null; do  # a signal ends `wait` before the driver has saved
+  wait "$driver"
+  status=$?
+done
+rm -r "$folder"
+if [ -n "$signalled" ] && [ "$status" -ne 0 ]; then
+  echo "asked to save by slurm: requeued, and goes on from its checkpoint"
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""
+
+
+def _nodes(deployment: Deployment) -> str:
+    low, high = deployment.min_replicas, deployment.max_replicas
+    return str(high) if low == high else f"{low}-{high}"

@@ -1,0 +1,63 @@
+"""TPU slices: chips, hosts, and the names that GKE's nodes have for them."""
+
+import re
+from dataclasses import dataclass
+from math import prod
+
+from raygpt.errors import RaygptError
+
+# Ray's name of a TPU -> GKE's label cloud.google.com/gke-tpu-accelerator, for several hosts.
+GKE_NAMES = {
+    "TPU-V4": "tpu-v4-podslice",
+    "TPU-V5P": "tpu-v5p-slice",
+    "TPU-V5LITEPOD": "tpu-v5-lite-podslice",
+    "TPU-V6E": "tpu-v6e-slice",
+    "TPU-V7X": "tpu7x",
+}
+SMALL_HOSTS = {"TPU-V5LITEPOD", "TPU-V6E"}  # have hosts of 1, 4 or 8 chips for slices of one host; the others have 4
+ONE_HOST = {"1x1": 1, "2x2": 4, "2x4": 8}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One TPU slice."""
+
+    accelerator_type: str
+    topology: str
+
+    @property
+    def chips(self) -> int:
+        return prod(int(size) for size in self.topology.split("x"))
+
+    @property
+    def chips_per_host(self) -> int:
+        return ONE_HOST.get(self.topology, 4) if self.accelerator_type in SMALL_HOSTS else 4
+
+    @property
+    def hosts(self) -> int:
+        return max(self.chips // self.chips_per_host, 1)
+
+    @property
+    def gke_name(self) -> str:
+        return GKE_NAMES[self.accelerator_type]
+
+
+def slice_of(accelerator_type: str | None, topology: str | None) -> Slice:
+    """The slice that a recipe names; refuses what GKE does not have."""
+    known = {name.upper(): name for name in GKE_NAMES}
+    name = known.get(str(accelerator_type).upper())
+    if name is None:
+        raise RaygptError(
+            f"cluster.accelerator_type: {accelerator_type} is no TPU of GKE; write one of {', '.join(GKE_NAMES)}"
+        )
+    dimensions = 2 if name in SMALL_HOSTS else 3
+    example = "4x4" if dimensions == 2 else "2x2x4"
+    if not re.fullmatch("x".join([r"[1-9]\d*"] * dimensions), str(topology)):
+        raise RaygptError(f"cluster.topology: {topology} is no slice of {name}; write e.g. cluster.topology: {example}")
+    found = Slice(name, str(topology))
+    if found.chips % found.chips_per_host:
+        raise RaygptError(
+            f"cluster.topology: {topology} has {found.chips} chips, and hosts of {name} have {found.chips_per_host}; "
+            f"write e.g. cluster.topology: {example}"
+        )
+    return found

@@ -1,0 +1,84 @@
+"""The RayJob's entrypoint for real, on node processes: lost pods, lost heads, retries, and the same losses."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pods import CODE, Operator, has_programs
+
+from raygpt.deploy.deployment import Options
+from raygpt.testing.chaos import losses
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not has_programs(), reason="needs bash, pkill and pgrep, which the image has"),
+]
+RECIPE = {
+    "model": {"layers": 1, "heads": 2, "width": 16, "context": 16, "dropout": 0.1},
+    "data": {"source": "/storage/text.txt", "tokenizer": "bytes", "val": 0.1},
+    "schedule": {"kind": "constant", "warmup_steps": 0},
+    "training": {"batch_tokens": 80, "steps": 450, "log_every": 1, "eval_every": 450, "checkpoint_every": 20},
+    # With two of a pod's three CPUs each worker has a pod of its own
+    "cluster": {"accelerator": "cpu", "workers": 2, "resources_per_worker": {"CPU": 2}},
+}
+OPTIONS = Options("kubernetes", volume="shared", cpus=3)
+
+
+def operator(folder, **more):
+    folder.mkdir(exist_ok=True)
+    (folder / "storage").mkdir(exist_ok=True)
+    text = "".join(f"the cat sat on mat {n % 7}\n<|endoftext|>\n" for n in range(400))
+    (folder / "storage" / "text.txt").write_text(text)
+    return Operator(folder, {**RECIPE, **more}, OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    with operator(tmp_path_factory.mktemp("undisturbed")) as job:
+        status, log = job.watch()
+        assert status == "SUCCEEDED", log
+        return losses(job.run_folder)
+
+
+def test_pods_and_heads_are_lost_and_the_losses_are_those_of_an_undisturbed_run(undisturbed, tmp_path):
+    logs = []
+    with operator(tmp_path / "job") as job:
+
+        def drain():
+            hook = job.before_end("worker-1", f" --node-id {job.node_id('worker-1')}")
+            assert hook.wait(120) == 0
+            logs.append(job.log("job-1"))
+            job.kill("worker-1")
+
+        def save_and_end_head():
+            hook = job.before_end("head")
+            assert hook.wait(120) == 0
+
+        status, log = job.watch(lambda: job.kill("worker-0"), drain, lambda: job.kill("head"), save_and_end_head)
+        assert status == "SUCCEEDED", log
+        assert losses(job.run_folder) == undisturbed
+        assert "a node is about to be lost: saving before it goes" in logs[0]
+        assert (job.failures, job.clusters) == (1, 2)  # the head that saved and ended was retried, in a new cluster
+
+
+def test_a_run_that_raygpt_stop_ended_is_not_retried(tmp_path):
+    with operator(tmp_path / "job", **{"training.steps": 100_000}) as job:
+
+        def stop():
+            subprocess.run(
+                [sys.executable, "-m", "raygpt", "stop", job.run_folder], check=True, env={"PYTHONPATH": CODE}
+            )
+
+        status, log = job.watch(stop)
+        assert (status, job.failures) == ("SUCCEEDED", 0), log
+        assert "stopped by raygpt stop" in log
+        assert list(Path(job.run_folder, "checkpoints").glob("step-*/checkpoint.json"))
+
+
+def test_a_job_that_cannot_work_is_retried_so_often_and_no_more(tmp_path):
+    with operator(tmp_path / "job", **{"data.source": "/storage/missing.txt"}) as job:
+        job.job["spec"]["backoffLimit"] = 1
+        status, log = job.watch()
+        assert (status, job.failures) == ("FAILED", 2)
+        assert "no text at" in log

@@ -1,0 +1,121 @@
+"""The batch script's body, with stand-ins for slurm's programs: signalled, requeued, run again to its end."""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pods import CODE, descendants, wait_for
+
+from raygpt.deploy import slurm
+from raygpt.deploy.deployment import Options, plan_deployment
+from raygpt.recipes import load_recipe
+from raygpt.testing.chaos import losses
+
+# One node of the job gets the command as it is; each of the others an address of its own.
+SRUN = """#!/bin/bash
+nodes=1
+while [[ $1 == --* ]]; do
+  case $1 in --nodes=*) nodes=${1#*=} ;; --exclude=*) others=yes ;; esac
+  shift
+done
+for number in $(seq "$nodes"); do
+  port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+  where=(--dashboard-agent-listen-port="$port")
+  [ -n "${others:-}" ] && where+=(--node-ip-address="127.0.0.$((number + 1))")
+  "$@" "${where[@]}" >>"$LOGS" 2>&1 &
+done
+wait
+"""
+SCONTROL = """#!/bin/bash
+case $1 in
+  show) printf '127.0.0.1\\n127.0.0.2\\n' ;;
+  requeue) echo "$2" >>"$REQUEUED" ;;
+esac
+"""
+RECIPE = {
+    "model": {"layers": 1, "heads": 2, "width": 16, "context": 16, "dropout": 0.1},
+    "data": {"tokenizer": "bytes", "val": 0.1},
+    "schedule": {"kind": "constant", "warmup_steps": 0},
+    "training": {"batch_tokens": 80, "steps": 300, "log_every": 1, "eval_every": 300, "checkpoint_every": 20},
+    "cluster": {"accelerator": "cpu", "workers": 2, "resources_per_worker": {"CPU": 2}},
+}
+
+
+def free_job():
+    """A job whose port is free."""
+    while True:
+        job = random.randrange(10_000)
+        if socket.socket().connect_ex(("127.0.0.1", 20_000 + job)):
+            return str(job)
+
+
+@pytest.fixture
+def batch(tmp_path):
+    """Start the script of a run, as sbatch would."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (tmp_path / "text.txt").write_text("".join(f"the cat sat on mat {n % 7}\n<|endoftext|>\n" for n in range(400)))
+    raygpt = f'#!/bin/bash\nexec "{sys.executable}" -m raygpt "$@"\n'
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("raygpt", raygpt)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    rest = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "RAY_ADDRESS")}
+    started = []
+
+    def start(name):
+        changes = {"run.name": name, "run.storage": f"{tmp_path}/runs", "data.source": f"{tmp_path}/text.txt"}
+        deployment = plan_deployment(load_recipe("tiny", {**RECIPE, **changes}), Options("slurm", cpus=3))
+        script = tmp_path / "train.sbatch"
+        script.write_text(slurm.script(deployment))
+        of_slurm = {"SLURM_JOB_ID": free_job(), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+        files = {"LOGS": f"{tmp_path}/ray.log", "REQUEUED": f"{tmp_path}/requeued"}
+        environment = {**rest, **of_slurm, **files, "PYTHONPATH": CODE, "PATH": path, "RAY_worker_niceness": "0"}
+        with (tmp_path / "job.log").open("a") as log:
+            process = subprocess.Popen(
+                ["bash", str(script)], env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        started.append(process)
+        return process, of_slurm["SLURM_JOB_ID"]
+
+    def end(process):
+        """Wait for a job, and end what it left on its nodes, as slurm does."""
+        nodes = descendants(process.pid)
+        try:
+            return process.wait(timeout=600)
+        finally:
+            for one in nodes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(one, signal.SIGKILL)
+
+    yield start, end
+    for process in started:
+        for one in descendants(process.pid) if process.poll() is None else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_job_whose_time_is_over_saves_and_requeues_itself_and_goes_on(batch, tmp_path):
+    start, end = batch
+    straight, _ = start("straight")
+    assert end(straight) == 0, (tmp_path / "job.log").read_text()
+    process, job = start("requeued")
+    folder = f"{tmp_path}/runs/requeued"
+    wait_for(lambda: Path(folder, "metrics.jsonl").exists() and losses(folder) and losses(folder)[-1][0] >= 50)
+    os.kill(process.pid, signal.SIGUSR1)
+    assert end(process) == 130, (tmp_path / "job.log").read_text()
+    assert (tmp_path / "requeued").read_text() == f"{job}\n"
+    done = losses(folder)[-1][0]
+    assert 50 <= done < 300
+    process, _ = start("requeued")
+    assert end(process) == 0, (tmp_path / "job.log").read_text()
+    assert f"continuing after step {done}" in (tmp_path / "job.log").read_text()
+    assert losses(folder) == losses(f"{tmp_path}/runs/straight")
+    assert (tmp_path / "requeued").read_text() == f"{job}\n"  # finished, so not again
