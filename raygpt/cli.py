@@ -12,6 +12,7 @@ from raygpt.errors import RaygptError
 
 if TYPE_CHECKING:
     from raygpt.config import Data
+    from raygpt.jobs import Job, JobServer
 
 app = typer.Typer(
     help="GPT-2-style language-model pre-training on Ray Train: one recipe, JAX or PyTorch, laptop to cluster.",
@@ -26,6 +27,10 @@ app.add_typer(recipes_app, name="recipes")
 app.add_typer(data_app, name="data")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+OnCluster = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="ADDRESS", help="Find runs by name on this Ray cluster, e.g. http://head:8265."),
+]
 
 
 def main() -> None:
@@ -113,14 +118,80 @@ def train(
 
 
 @app.command()
-def stop(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The directory of a run that is being trained.")],
+def submit(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a YAML file.")],
+    cluster: Annotated[str, typer.Option(metavar="ADDRESS", help="The cluster's dashboard, e.g. http://head:8265.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What to change in it, as for train.")
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Do not follow the run.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Ask a run to save and stop, from anywhere that sees its directory."""
-    from raygpt import storage
+    """Train on a Ray cluster: send the recipe and this raygpt to its job server, and follow the run."""
+    from dataclasses import asdict
+
+    from raygpt.jobs import JobServer
+    from raygpt.recipes import load_recipe
+    from raygpt.show import results
+
+    server = JobServer(cluster)
+    job = server.submit(load_recipe(recipe, overrides or []))
+    if as_json:
+        _print_json(asdict(job))
+    else:
+        results.show_submitted(job, server.address)
+        if not detach:
+            _follow(server, job)
+
+
+@app.command()
+def logs(
+    run: Annotated[str, typer.Argument(metavar="NAME", help="A run that was submitted, by its name or job.")],
+    cluster: Annotated[str, typer.Option(metavar="ADDRESS", help="The cluster's dashboard, e.g. http://head:8265.")],
+    follow: Annotated[bool, typer.Option(help="Stay until the run ends; Ctrl-C leaves it running.")] = True,
+) -> None:
+    """Print what a submitted run prints, from its beginning, and follow it."""
+    from raygpt.jobs import JobServer
+
+    server = JobServer(cluster)
+    job = server.find(run)
+    if follow:
+        _follow(server, job)
+    else:
+        print(server.logs(job), end="")
+
+
+def _follow(server: "JobServer", job: "Job") -> None:
+    """Print what a run prints until it ends; Ctrl-C leaves it running."""
+    from raygpt.show import results
+
+    try:
+        status = server.follow(job, lambda text: print(text, end="", flush=True))
+    except KeyboardInterrupt:
+        results.show_left_running(job, server.address)
+        return
+    if status != "SUCCEEDED":
+        raise RaygptError(f"job {job.id} is {status}; the same command resumes the run")
+
+
+@app.command()
+def stop(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run that is being trained: its directory or name.")],
+    cluster: OnCluster = None,
+) -> None:
+    """Ask a run to save and stop, from anywhere that sees its directory or its cluster."""
+    from raygpt.runs import find_folder
     from raygpt.training.stopping import ask_to_stop
 
-    driver = ask_to_stop(storage.absolute(run))
+    if cluster:
+        from raygpt.jobs import JobServer
+
+        server = JobServer(cluster)
+        job = server.find(run)
+        server.stop(job)
+        print(f"asked job {job.id} to stop; it saves first")
+        return
+    driver = ask_to_stop(find_folder(run))
     print(f"asked {driver} to stop; it saves after one of its next steps")
 
 
@@ -165,20 +236,20 @@ def deploy(
 
     options = Options(
         target,
-        image,
-        namespace,
-        spot,
-        gpus_per_node,
-        cpus,
-        memory,
-        prepare_nodes,
-        volume,
-        volume_size,
-        tuple(secret or ()),
-        service_account,
-        parse_selector(node_selector or []),
-        retries,
-        time,
+        image=image,
+        namespace=namespace,
+        spot=spot,
+        gpus_per_node=gpus_per_node,
+        cpus=cpus,
+        memory=memory,
+        prepare_nodes=prepare_nodes,
+        volume=volume,
+        volume_size=volume_size,
+        secrets=tuple(secret or ()),
+        service_account=service_account,
+        node_selector=parse_selector(node_selector or []),
+        retries=retries,
+        time=time,
     )
     deployment = plan_deployment(load_recipe(recipe, overrides or []), options)
     if dry_run:
@@ -252,6 +323,15 @@ Step = Annotated[
     int | None, typer.Option(min=0, help="Step of the checkpoint to use (default: the best by validation loss).")
 ]
 Latest = Annotated[bool, typer.Option("--latest", help="Use the newest checkpoint instead of the best.")]
+
+
+def _folder(run: str, cluster: str | None) -> str:
+    """The directory of a run; on a cluster by the run's name."""
+    if not cluster:
+        return run
+    from raygpt.jobs import JobServer
+
+    return JobServer(cluster).find(run).folder
 
 
 def _refuse_two_checkpoints(step: int | None, latest: bool) -> None:
@@ -390,12 +470,24 @@ def runs(
     storage: Annotated[
         str, typer.Argument(metavar="STORAGE", help="The folder or s3:// address of the runs.")
     ] = "runs",
+    cluster: OnCluster = None,
     as_json: Json = False,
 ) -> None:
     """List runs: how far they are, how fast, and whether they are running, finished, stopped or failed."""
     from raygpt.runs.status import status_of_all
     from raygpt.show import results
 
+    if cluster:
+        from dataclasses import asdict
+
+        from raygpt.jobs import JobServer
+
+        jobs = JobServer(cluster).jobs()
+        if as_json:
+            _print_json([asdict(job) for job in jobs])
+        else:
+            results.show_jobs(jobs, cluster)
+        return
     found = status_of_all(storage)
     if as_json:
         _print_json(found)
@@ -404,13 +496,13 @@ def runs(
 
 
 @app.command()
-def show(run: Run, as_json: Json = False) -> None:
+def show(run: Run, cluster: OnCluster = None, as_json: Json = False) -> None:
     """Show a run: recipe, progress, checkpoints and their losses, restarts, its last sample, disk use."""
     from raygpt.runs import open_run
     from raygpt.runs.status import details
     from raygpt.show import results
 
-    facts = details(open_run(run))
+    facts = details(open_run(_folder(run, cluster)))
     if as_json:
         _print_json(facts)
     else:
@@ -427,13 +519,14 @@ def report(
     svg: Annotated[
         str | None, typer.Option(metavar="FILE", help="Also write the losses as an SVG picture, for a README.")
     ] = None,
+    cluster: OnCluster = None,
     as_json: Json = False,
 ) -> None:
     """Write one HTML page of a run, or of several compared: curves, samples, recipes, hardware. No network needed."""
     from raygpt.show import results
     from raygpt.show.report import write_report
 
-    files = write_report(run, out, svg)
+    files = write_report([_folder(name, cluster) for name in run], out, svg)
     if as_json:
         _print_json({"files": files})
     else:

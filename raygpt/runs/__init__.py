@@ -123,19 +123,24 @@ def free_name(folder: str) -> str:
     return next(name for name in names if not storage.exists(storage.join(home, name, RECIPE)))
 
 
+def find_folder(name: str) -> str:
+    """The absolute folder of a run: a path, an s3:// address, or the name of a run in ./runs."""
+    folder = storage.absolute(name).rstrip("/")
+    in_runs = storage.absolute(storage.join(RUNS, name))
+    is_name = "/" not in name and not storage.exists(storage.join(folder, RECIPE))
+    return in_runs if is_name and storage.exists(storage.join(in_runs, RECIPE)) else folder
+
+
 def open_run(folder: str) -> OpenRun:
-    """The run in a folder or at an s3:// address; refuses anything else."""
-    run = OpenRun(storage.absolute(folder).rstrip("/"))
+    """The run in a folder, at an s3:// address or of a name; refuses anything else."""
+    run = OpenRun(find_folder(folder))
     if not storage.exists(storage.join(run.folder, RECIPE)):
         raise RaygptError(f"{folder} is no run, it has no {RECIPE}; {_which_run(folder)}")
     return run
 
 
 def _which_run(folder: str) -> str:
-    """What to write instead of a folder that is no run: the run of that name, one of those in it, or the run that it
-    is a checkpoint of."""
-    if "/" not in folder and storage.exists(storage.join(RUNS, folder, RECIPE)):
-        return f"did you mean {RUNS}/{folder}?"
+    """What to write instead of a folder that is no run: one of the runs in it, or the run that it is a checkpoint of."""
     inside = [name for name in sorted(storage.folders(folder)) if storage.exists(storage.join(folder, name, RECIPE))]
     if inside:
         return f"name one of the runs in it, e.g. {storage.join(folder.rstrip('/'), inside[0])}"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from raygpt.doctor import Finding
     from raygpt.evaluation.tasks import Figures
     from raygpt.inference.loaded import CheckpointWeights, LoadedModel
+    from raygpt.jobs import Job
     from raygpt.recipes.explain import Key
     from raygpt.runs import OpenRun
 
@@ -184,6 +185,32 @@ def show_speed(figures: dict[str, Any], verdict: str) -> None:
     table.add_row("first step", f"{figures['compile_s']:.0f} s, compiling included")
     out.print(table)
     out.print(f"\n{escape(verdict)}")
+
+
+def show_submitted(job: "Job", address: str) -> None:
+    """The job of a run that was just submitted."""
+    out.print(f"submitted {escape(job.name)} to {escape(address)} as job {escape(job.id)}", soft_wrap=True)
+    out.print(f"run directory   {escape(job.folder)}\n", soft_wrap=True)
+
+
+def show_left_running(job: "Job", address: str) -> None:
+    """How to come back to a run that is no longer followed."""
+    out.print(
+        f"\n{escape(job.name)} goes on as job {escape(job.id)}. To come back to it, or to stop it:", soft_wrap=True
+    )
+    for verb in ("logs", "stop"):
+        out.print(f"  {program()} {verb} {escape(job.name)} --cluster {escape(address)}", soft_wrap=True)
+
+
+def show_jobs(jobs: Sequence["Job"], address: str) -> None:
+    """The runs that were submitted to a cluster."""
+    if not jobs:
+        out.print(f"no run was submitted to {escape(address)}", soft_wrap=True)
+        return
+    table = Table("run", "job", "state", "since", "directory", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for job in jobs:
+        table.add_row(*map(escape, (job.name, job.id, job.status.lower(), ago(job.started), job.folder)))
+    out.print(table)
 
 
 def show_blocks(blocks: Sequence[tuple[str, str]]) -> None:

@@ -60,7 +60,8 @@ class Operator:
         self.pods, self.health, self.clusters, self.failures = {}, {}, 0, 0
         (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
         self.groups = {"head": job["spec"]["rayClusterSpec"]["headGroupSpec"]}
-        self.groups |= {f"worker-{number}": group for number in range(group["replicas"])}
+        self.groups |= {f"worker-{number}": group for number in range(group["maxReplicas"])}  # as an autoscaler would
+        self.withheld = set()  # pods for which there is no machine at the moment
 
     def __enter__(self):
         self.make_cluster()
@@ -89,7 +90,7 @@ class Operator:
         """Make every pod that is missing or has ended, the head first."""
         self.pods = {name: pod for name, pod in self.pods.items() if pod.poll() is None}
         for number, (name, group) in enumerate(self.groups.items()):
-            if name not in self.pods:
+            if name not in self.pods and name not in self.withheld:
                 self.pods[name] = self._start(name, group, number)
                 if name == "head":
                     wait_for(lambda: self._head_answers() or self.pods["head"].poll() is not None)

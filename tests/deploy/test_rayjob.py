@@ -1,9 +1,11 @@
 """The RayJob's entrypoint for real, on node processes: lost pods, lost heads, retries, and the same losses."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pods import CODE, Operator, has_programs
 
@@ -60,6 +62,27 @@ def test_pods_and_heads_are_lost_and_the_losses_are_those_of_an_undisturbed_run(
         assert losses(job.run_folder) == undisturbed
         assert "a node is about to be lost: saving before it goes" in logs[0]
         assert (job.failures, job.clusters) == (1, 2)  # the head that saved and ended was retried, in a new cluster
+
+
+def test_an_elastic_job_goes_on_with_one_worker_and_grows_again_with_the_same_losses(tmp_path):
+    changes = {"model.precision": "fp64", "cluster.workers": "1..2", "training.steps": 300, "training.eval_every": 300}
+    with operator(tmp_path / "job", **changes) as job:
+
+        def lose_a_machine():
+            job.withheld.add("worker-1")
+            job.kill("worker-1")
+
+        status, log = job.watch(lose_a_machine, job.withheld.clear)
+        assert status == "SUCCEEDED", log
+        assert "workers 1;" in " ".join(log.split())
+        text = Path(job.config, "recipe.yaml").read_text()
+    alone = tmp_path / "alone.yaml"
+    alone.write_text(text.replace("name: tiny", "name: alone").replace("workers: 1..2", "workers: 1"))
+    command = [sys.executable, "-m", "raygpt", "train", str(alone), "cluster.resources_per_worker={}"]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": CODE}, check=True, capture_output=True)
+    ours, theirs = losses(job.run_folder), losses(str(Path(job.run_folder).with_name("alone")))
+    assert [step for step, _ in ours] == [step for step, _ in theirs] == list(range(1, 301))
+    np.testing.assert_allclose([loss for _, loss in ours], [loss for _, loss in theirs], rtol=1e-6)
 
 
 def test_a_run_that_raygpt_stop_ended_is_not_retried(tmp_path):

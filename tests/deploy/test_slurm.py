@@ -1,16 +1,16 @@
 """The batch script's body, with stand-ins for slurm's programs: signalled, requeued, run again to its end."""
 
-import contextlib
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from pods import CODE, descendants, wait_for
+from pods import CODE, descendants, end, wait_for
 
 from raygpt.deploy import slurm
 from raygpt.deploy.deployment import Options, plan_deployment
@@ -84,38 +84,36 @@ def batch(tmp_path):
         started.append(process)
         return process, of_slurm["SLURM_JOB_ID"]
 
-    def end(process):
-        """Wait for a job, and end what it left on its nodes, as slurm does."""
-        nodes = descendants(process.pid)
-        try:
-            return process.wait(timeout=600)
-        finally:
-            for one in nodes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(one, signal.SIGKILL)
+    def finish(process):
+        """Wait for a job, and end what it leaves on its nodes, as slurm does."""
+        nodes, deadline = [], time.monotonic() + 600
+        while process.poll() is None and time.monotonic() < deadline:
+            nodes = descendants(process.pid)
+            time.sleep(0.2)
+        end(nodes)
+        return process.wait(timeout=60)
 
-    yield start, end
+    yield start, finish
     for process in started:
-        for one in descendants(process.pid) if process.poll() is None else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(one, signal.SIGKILL)
+        if process.poll() is None:
+            end(descendants(process.pid))
 
 
 @pytest.mark.slow
 def test_a_job_whose_time_is_over_saves_and_requeues_itself_and_goes_on(batch, tmp_path):
-    start, end = batch
+    start, finish = batch
     straight, _ = start("straight")
-    assert end(straight) == 0, (tmp_path / "job.log").read_text()
+    assert finish(straight) == 0, (tmp_path / "job.log").read_text()
     process, job = start("requeued")
     folder = f"{tmp_path}/runs/requeued"
     wait_for(lambda: Path(folder, "metrics.jsonl").exists() and losses(folder) and losses(folder)[-1][0] >= 50)
     os.kill(process.pid, signal.SIGUSR1)
-    assert end(process) == 130, (tmp_path / "job.log").read_text()
+    assert finish(process) == 130, (tmp_path / "job.log").read_text()
     assert (tmp_path / "requeued").read_text() == f"{job}\n"
     done = losses(folder)[-1][0]
     assert 50 <= done < 300
     process, _ = start("requeued")
-    assert end(process) == 0, (tmp_path / "job.log").read_text()
+    assert finish(process) == 0, (tmp_path / "job.log").read_text()
     assert f"continuing after step {done}" in (tmp_path / "job.log").read_text()
     assert losses(folder) == losses(f"{tmp_path}/runs/straight")
     assert (tmp_path / "requeued").read_text() == f"{job}\n"  # finished, so not again

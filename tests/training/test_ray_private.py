@@ -63,6 +63,7 @@ USED = {
     "ray._private.worker:print_to_stdstream": "data ignore_prefix",
     "ray._private.worker:_global_node": None,
     "ray._private.node:Node.is_head": "self",
+    "ray.dashboard.modules.dashboard_sdk:SubmissionClient._do_request": "self method endpoint data json_data kwargs",
 }
 
 

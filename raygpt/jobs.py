@@ -1,0 +1,234 @@
+"""Runs as jobs of a Ray cluster's job server: submitted, found by name, followed, stopped.
+
+What cannot work is refused before anything is sent. The job is `raygpt train --unattended` with this raygpt, so a job
+that is submitted again resumes its run.
+"""
+
+import asyncio
+import logging
+import math
+import platform
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
+
+from raygpt import storage
+from raygpt.config import Cluster, Recipe
+from raygpt.deploy.local_files import local_files
+from raygpt.errors import RaygptError, first_line
+
+RUN_KEY, NAME_KEY = "raygpt_run", "raygpt_name"  # of a job's metadata
+RECIPE_FILE = "recipe.yaml"
+STOP_WAIT_S = 300  # how long a job that is stopped may take to save; Ray's own 3 s are too few for most models
+RUNNING = (JobStatus.PENDING, JobStatus.RUNNING)
+POLL_S = 1.0
+OF_RAY = re.compile(r"[\d-]+ [\d:,]+\t|Running entrypoint for job ")  # lines that Ray adds to a job's log
+for noisy in ("dashboard.modules.job.sdk", "dashboard.modules.dashboard_sdk", "_private.runtime_env.packaging"):
+    logging.getLogger(f"ray.{noisy}").setLevel(logging.WARNING)  # uploads and closed sockets are not the run's progress
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run on a job server."""
+
+    id: str
+    name: str
+    folder: str
+    status: str
+    started: float | None
+
+    @property
+    def is_running(self) -> bool:
+        return self.status in [str(status.value) for status in RUNNING]
+
+
+class JobServer:
+    """A cluster's job server, by the address of its dashboard."""
+
+    def __init__(self, address: str):
+        self.address = address if "://" in address else f"http://{address}"
+        try:
+            self._client = JobSubmissionClient(self.address)
+        except ray.exceptions.AuthenticationError:
+            raise RaygptError(
+                f"the Ray cluster at {self.address} wants its token; copy ~/.ray/auth_token from its head node to the "
+                "same place here, and export RAY_AUTH_MODE=token"
+            ) from None
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise RaygptError(
+                f"no Ray job server answers at {self.address} ({first_line(error)}); name the dashboard's address, "
+                "e.g. http://head:8265"
+            ) from None
+
+    def jobs(self) -> list[Job]:
+        """The runs that were submitted here, the newest first."""
+        found = [_job(details) for details in self._client.list_jobs() if RUN_KEY in (details.metadata or {})]
+        return sorted(found, key=lambda job: job.started or 0, reverse=True)
+
+    def find(self, name: str) -> Job:
+        """The newest job of a run, by the run's name, its folder or the job's id."""
+        found = self.jobs()
+        for job in found:
+            if name in (job.name, job.folder, job.id):
+                return job
+        known = ", ".join(sorted({job.name for job in found})) or "none"
+        raise RaygptError(f"{self.address} has no run called {name!r}; there is {known}")
+
+    def submit(self, recipe: Recipe) -> Job:
+        """Check a recipe, send it with this raygpt, and start it; refuses in one line."""
+        folder = storage.join(recipe.run.storage.rstrip("/"), str(recipe.run.name))
+        check_files(recipe)
+        self._check_versions()
+        self._check_room(recipe)
+        for job in self.jobs():
+            if job.folder == folder and job.is_running:
+                raise RaygptError(
+                    f"{recipe.run.name} is being trained as job {job.id}; follow it with "
+                    f"`raygpt logs {job.name} --cluster {self.address}`, or set run.name to begin another run"
+                )
+        name = f"{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        with tempfile.TemporaryDirectory() as shipped:
+            _write_recipe(recipe, Path(shipped, RECIPE_FILE))
+            code = Path(shipped, "code", "raygpt")  # without what a checkout leaves behind
+            shutil.copytree(Path(__file__).parent, code, ignore=shutil.ignore_patterns("__pycache__"))
+            environment = {
+                "working_dir": shipped,
+                "py_modules": [str(code)],
+                "excludes": ["/code"],
+                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
+            }
+            self._client.submit_job(
+                entrypoint=f"python -m raygpt train {RECIPE_FILE} --unattended",
+                submission_id=name,
+                runtime_env=environment,
+                metadata={RUN_KEY: folder, NAME_KEY: str(recipe.run.name)},
+            )
+        return self.find(name)
+
+    def follow(self, job: Job, say: Callable[[str], None]) -> str:
+        """Pass on what the run prints, from its beginning, until the job has ended; returns its status."""
+        asyncio.run(self._tail(job.id, say))
+        while True:
+            try:
+                status = self._client.get_job_status(job.id)
+            except (ConnectionError, RuntimeError, OSError) as error:
+                raise RaygptError(
+                    f"{self.address} no longer answers ({first_line(error)}); if its head is lost, submit the run "
+                    "again, and it resumes"
+                ) from None
+            if status.is_terminal():
+                return str(status.value)
+            time.sleep(POLL_S)
+
+    async def _tail(self, job_id: str, say: Callable[[str], None]) -> None:
+        async for text in self._client.tail_job_logs(job_id):
+            say(_of_the_run(text))
+
+    def logs(self, job: Job) -> str:
+        """What the run has printed so far."""
+        return _of_the_run(str(self._client.get_job_logs(job.id)))
+
+    def stop(self, job: Job) -> None:
+        """Ask a job to save and end."""
+        if not job.is_running:
+            raise RaygptError(f"{job.name} is not being trained: job {job.id} is {job.status}")
+        self._client.stop_job(job.id)
+
+    # What the cluster has
+
+    def _get(self, path: str) -> dict[str, Any]:
+        """The dashboard's answer. Its client has no public method for these."""
+        answer: dict[str, Any] = self._client._do_request("GET", path).json()["data"]
+        return answer
+
+    def _check_versions(self) -> None:
+        there = self._get("/api/v0/cluster_metadata")
+        for what, ours, theirs in (
+            ("Ray", ray.__version__, str(there.get("rayVersion"))),
+            ("Python", platform.python_version(), str(there.get("pythonVersion"))),
+        ):
+            if ours.split(".")[:2] != theirs.split(".")[:2]:
+                raise RaygptError(
+                    f"{self.address} has {what} {theirs}, and this raygpt runs on {ours}; use the same minor version"
+                )
+
+    def _check_room(self, recipe: Recipe) -> None:
+        if recipe.cluster.topology or self._has_autoscaler():
+            return  # slices and nodes to come: Ray Train counts them when the run starts
+        nodes = self._get("/nodes?view=summary")["summary"]
+        alive = [node["raylet"] for node in nodes if node["raylet"].get("state") == "ALIVE"]
+        resources = [node.get("resourcesTotal") or {} for node in alive]
+        wanted, room = _per_worker(recipe.cluster, resources), 0
+        for node in resources:
+            room += min(math.floor(node.get(name, 0) / each) for name, each in wanted.items())
+        if room < recipe.cluster.min_workers:
+            each = ", ".join(f"{amount:g} {name}" for name, amount in wanted.items())
+            remedy = f"write cluster.workers: {room}, or add nodes" if room else "add nodes"
+            raise RaygptError(
+                f"cluster.workers: {recipe.cluster.workers} × {each} do not fit: {self.address} has room for {room} on "
+                f"{len(resources)} {'node' if len(resources) == 1 else 'nodes'}; {remedy}"
+            )
+
+    def _has_autoscaler(self) -> bool:
+        """As training/ray/scaling.py tells it: where Ray cannot scale, a node's type is the node's id."""
+        status = self._get("/api/cluster_status")
+        report = (status.get("clusterStatus") or {}).get("autoscalerReport") or {}
+        kinds: dict[str, str] = report.get("nodeTypeMapping") or {}
+        return any(kind != f"node_{node}" for node, kind in kinds.items())
+
+
+def check_files(recipe: Recipe) -> None:
+    """Refuse paths that mean something else on another machine."""
+    home = recipe.run.storage
+    if not storage.is_remote(home) and not home.startswith("/"):
+        raise RaygptError(
+            f"run.storage: {home} would be a folder of the job, and deleted with it; write s3://bucket/path, or the "
+            "absolute path of a folder that all nodes share"
+        )
+    for key, path in local_files(recipe):
+        if not path.startswith("/"):
+            raise RaygptError(
+                f"{key}: {path} is a file of this machine; put it where all nodes see it and write its absolute path, "
+                "or s3://…"
+            )
+
+
+def _per_worker(cluster: Cluster, nodes: list[dict[str, float]]) -> dict[str, float]:
+    """Resources of a worker, as training/ray/scaling.py chooses them: a TPU or a GPU if there is one."""
+    has = {name for node in nodes for name, amount in node.items() if amount}
+    auto = "tpu" if "TPU" in has else "gpu" if "GPU" in has else "cpu"
+    chosen = auto if cluster.accelerator == "auto" else cluster.accelerator
+    defaults: dict[str, dict[str, float]] = {
+        "cpu": {"CPU": 1},
+        "gpu": {"CPU": 1, "GPU": 1},
+        "tpu": {"CPU": 1, "TPU": 1},
+    }
+    return defaults[chosen] | cluster.resources_per_worker
+
+
+def _of_the_run(log: str) -> str:
+    """A job's log without Ray's lines."""
+    return "".join(line for line in log.splitlines(keepends=True) if not OF_RAY.match(line))
+
+
+def _write_recipe(recipe: Recipe, path: Path) -> None:
+    """The whole recipe, with the workers' runtime environment, which a run directory does not keep."""
+    values = recipe.to_dict()
+    values["cluster"]["runtime_env"] = recipe.cluster.runtime_env
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+
+
+def _job(details: JobDetails) -> Job:
+    metadata = details.metadata or {}
+    started = details.start_time / 1000 if details.start_time else None
+    job_id = str(details.submission_id)
+    return Job(job_id, metadata.get(NAME_KEY, job_id), metadata[RUN_KEY], str(details.status.value), started)

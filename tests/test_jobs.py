@@ -1,0 +1,298 @@
+"""Runs on a cluster's job server: what is refused before anything is sent, and a run that outlives its laptop."""
+
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+from ray.job_submission import JobStatus
+
+import raygpt
+from raygpt.errors import RaygptError
+from raygpt.jobs import JobServer, check_files
+from raygpt.recipes import load_recipe
+from raygpt.runs import find_folder
+from raygpt.testing.chaos import losses
+
+sys.path.append(str(Path(__file__).with_name("deploy")))
+from pods import RAY, TOKEN, descendants, end, free_port, wait_for
+
+CODE = str(Path(raygpt.__file__).parents[1])
+PYTHON = platform.python_version()
+NODES = [{"CPU": 2.0}, {"CPU": 4.0, "GPU": 2.0}]
+
+
+class Client:
+    """A job server that answers as one would."""
+
+    def __init__(self, nodes=NODES, ray_version=ray.__version__, python=PYTHON, jobs=()):
+        summary = [{"raylet": {"state": "ALIVE", "resourcesTotal": resources}} for resources in nodes]
+        self.answers = {
+            "/api/v0/cluster_metadata": {"rayVersion": ray_version, "pythonVersion": python},
+            "/nodes?view=summary": {"summary": [*summary, {"raylet": {"state": "DEAD"}}]},
+            "/api/cluster_status": {"clusterStatus": {"autoscalerReport": {"nodeTypeMapping": {"a": "node_a"}}}},
+        }
+        self.jobs, self.sent = list(jobs), []
+
+    def _do_request(self, method, path):
+        return SimpleNamespace(json=lambda: {"data": self.answers[path]})
+
+    def list_jobs(self):
+        return self.jobs
+
+    def submit_job(self, **job):
+        shipped = Path(job["runtime_env"]["working_dir"])
+        code = Path(*job["runtime_env"]["py_modules"])
+        self.sent.append({**job, "recipe": (shipped / "recipe.yaml").read_text(), "code": code.name})
+        assert (code / "cli.py").exists()
+        self.jobs.append(details(job["submission_id"], JobStatus.PENDING, job["metadata"]))
+
+
+def details(name, status, metadata):
+    return SimpleNamespace(submission_id=name, status=status, metadata=metadata, start_time=1_700_000_000_000)
+
+
+@pytest.fixture
+def server():
+    """A JobServer whose client is ours."""
+
+    def make(**facts):
+        made = object.__new__(JobServer)
+        made.address, made._client = "http://head:8265", Client(**facts)
+        return made
+
+    return make
+
+
+HERE = {"run.storage": "/mnt/runs", "run.name": "one"}
+
+
+def test_a_recipe_is_sent_whole_with_this_raygpt_and_found_by_name(server):
+    made = server()
+    workers = {"cluster.workers": 2, "cluster.runtime_env": {"env_vars": {"A": "b"}}}
+    job = made.submit(load_recipe("tiny", {**HERE, **workers}))
+    (sent,) = made._client.sent
+    assert sent["entrypoint"] == "python -m raygpt train recipe.yaml --unattended"
+    assert sent["code"] == "raygpt"
+    assert "env_vars:\n      A: b" in sent["recipe"]
+    assert (job.name, job.folder, job.status) == ("one", "/mnt/runs/one", "PENDING")
+    assert made.find("one") == made.find("/mnt/runs/one") == made.find(job.id) == job
+    with pytest.raises(RaygptError, match=r"has no run called 'other'; there is one$"):
+        made.find("other")
+
+
+@pytest.mark.parametrize(
+    ("facts", "changes", "line"),
+    [
+        ({"ray_version": "2.53.0"}, {}, "has Ray 2.53.0, and this raygpt runs on"),
+        ({"python": "3.9.1"}, {}, "has Python 3.9.1, and this raygpt runs on"),
+        (
+            {},
+            {"cluster.workers": 3},
+            "cluster.workers: 3 × 1 CPU, 1 GPU do not fit: http://head:8265 has room for 2 on 2",
+        ),
+        ({"nodes": []}, {}, "has room for 0 on 0 nodes; add nodes"),
+        ({}, {"run.storage": "runs"}, "run.storage: runs would be a folder of the job, and deleted with it"),
+        ({}, {"data.source": "text.txt"}, "data.source: text.txt is a file of this machine"),
+        ({}, {"data.tokenizer": "./mine"}, "data.tokenizer: ./mine is a file of this machine"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_sent(server, facts, changes, line):
+    made = server(**facts)
+    with pytest.raises(RaygptError) as refused:
+        made.submit(load_recipe("tiny", {**HERE, **changes}))
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert made._client.sent == []
+
+
+def test_a_run_that_is_being_trained_is_not_submitted_twice(server):
+    metadata = {"raygpt_run": "/mnt/runs/one", "raygpt_name": "one"}
+    made = server(jobs=[details("job", JobStatus.RUNNING, metadata), details("other", JobStatus.RUNNING, {})])
+    with pytest.raises(RaygptError, match="one is being trained as job job; follow it with `raygpt logs one"):
+        made.submit(load_recipe("tiny", HERE))
+    made = server(jobs=[details("job", JobStatus.FAILED, metadata)])
+    assert made.submit(load_recipe("tiny", HERE)).id != "job"  # it resumes
+    with pytest.raises(RaygptError, match="one is not being trained: job job is FAILED"):
+        server(jobs=[details("job", JobStatus.FAILED, metadata)]).stop(made.find("job"))
+
+
+def test_nodes_that_an_autoscaler_may_bring_are_not_missed(server):
+    made = server(nodes=[{"CPU": 1.0}])
+    made._client.answers["/api/cluster_status"]["clusterStatus"]["autoscalerReport"]["nodeTypeMapping"] = {"a": "gpu"}
+    assert made.submit(load_recipe("tiny", {**HERE, "cluster.workers": 8})).name == "one"
+
+
+def test_what_ray_adds_to_a_jobs_log_is_not_shown(server):
+    made = server()
+    job = made.submit(load_recipe("tiny", HERE))
+    lines = ["2026-11-16 19:18:36,000\tINFO job_manager.py:581 -- Runtime env is setting up.\n", "step 1/2  loss 5.5\n"]
+    made._client.get_job_logs = lambda job_id: "".join([*lines, "Running entrypoint for job one: python\n"])
+    assert made.logs(job) == "step 1/2  loss 5.5\n"
+
+
+def test_paths_that_every_node_sees_are_fine():
+    check_files(load_recipe("tiny", {**HERE, "data.source": "/mnt/texts", "data.val": "hf:a/b"}))
+
+
+def test_a_wrong_address_says_what_to_name():
+    with pytest.raises(RaygptError, match=r"no Ray job server answers at http://127.0.0.1:9 .+e\.g\. http://head:8265"):
+        JobServer("127.0.0.1:9")
+
+
+def test_a_run_is_found_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "recipe.yaml").touch()
+    assert find_folder("one") == f"{tmp_path}/runs/one"
+    assert find_folder("./one") == f"{tmp_path}/one"
+    assert find_folder("s3://bucket/one/") == "s3://bucket/one"
+    assert find_folder("two") == f"{tmp_path}/two"
+
+
+# A real job server
+
+
+class Machines:
+    """A head with a job server, and three workers, as processes."""
+
+    def __init__(self, folder):
+        self.folder, self.port, self.jobs, self.nodes = folder, free_port(), free_port(), {}
+        self.disks = []
+        rest = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "RAY_ADDRESS")}
+        ours = {"PYTHONPATH": "", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_worker_niceness": "0"}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # `python` there is the one that runs Ray
+        self.environment = {**rest, **ours, "PATH": path}
+
+    @property
+    def address(self):
+        return f"http://127.0.0.1:{self.jobs}"
+
+    def start(self):
+        head = ["--head", f"--port={self.port}", f"--dashboard-port={self.jobs}", "--dashboard-host=127.0.0.1"]
+        self._node(0, *head, "--num-cpus=0")
+        wait_for(lambda: self.raygpt("runs", "--cluster", self.address).returncode == 0)
+        wait_for(lambda: self.replace_lost() or self._alive() == 4)
+
+    def replace_lost(self):
+        """Start workers that are missing: killed, or not up in time, as happens where cores are busy."""
+        for number in (1, 2, 3):
+            if number not in self.nodes or self.nodes[number].poll() is not None:
+                address = f"--node-ip-address=127.0.0.{number + 1}"
+                self._node(number, f"--address=127.0.0.1:{self.port}", address, "--num-cpus=2")
+
+    def _alive(self):
+        request = urllib.request.Request(
+            f"{self.address}/nodes?view=summary", headers={"Authorization": f"Bearer {TOKEN}"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            nodes = json.load(answer)["data"]["summary"]
+        return sum(node["raylet"].get("state") == "ALIVE" for node in nodes)
+
+    def _node(self, number, *words):
+        # Each has a disk of its own: where nodes share one, the first to be done with a job's code deletes it for all.
+        # Not below tmp_path: a socket's path has 107 characters at most.
+        disk = tempfile.mkdtemp(prefix="node-")
+        command = [
+            RAY,
+            "start",
+            "--block",
+            f"--dashboard-agent-listen-port={free_port()}",
+            f"--temp-dir={disk}",
+            *words,
+        ]
+        self.disks.append(disk)
+        log = (self.folder / "nodes.log").open("a")
+        self.nodes[number] = subprocess.Popen(
+            command, env=self.environment, stdout=log, stderr=log, start_new_session=True
+        )
+
+    def kill(self, *numbers):
+        for number in numbers:
+            node = self.nodes.pop(number)
+            end(descendants(node.pid))
+            node.wait(timeout=60)
+
+    def raygpt(self, *words, **options):
+        command = [sys.executable, "-m", "raygpt", *map(str, words)]
+        environment = {**self.environment, "PYTHONPATH": CODE}
+        start = subprocess.Popen if options.pop("wait", True) is False else subprocess.run
+        if start is subprocess.run:
+            options["timeout"] = 600
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return start(command, env=environment, cwd=self.folder, **pipes, **options)
+
+
+@pytest.fixture
+def machines(tmp_path):
+    made = Machines(tmp_path)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.kill(*list(made.nodes))
+        for disk in made.disks:
+            shutil.rmtree(disk, ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_a_laptop_is_lost_a_worker_and_the_head_too_and_the_run_ends_as_if_not(machines, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"the cat sat on mat {n % 7}\n<|endoftext|>\n" for n in range(400)))
+    words = [
+        *("model.layers=1", "model.heads=2", "model.width=16", "model.context=16", "model.dropout=0.1"),
+        *(f"data.source={text}", "data.tokenizer=bytes", "data.val=0.1", f"run.storage={tmp_path}/runs"),
+        *("schedule.kind=constant", "schedule.warmup_steps=0", "training.batch_tokens=80", "training.log_every=1"),
+        *("training.steps=260", "training.eval_every=260", "training.checkpoint_every=20"),
+        *("cluster.workers=2", "cluster.resources_per_worker={CPU: 2}"),
+    ]
+    folder, on = tmp_path / "runs" / "job", ("--cluster", machines.address)
+    submit = ("submit", "tiny", *words, "run.name=job", *on)
+
+    def step():
+        return losses(str(folder))[-1][0] if (folder / "metrics.jsonl").exists() and losses(str(folder)) else 0
+
+    def wait_for_step(target):
+        wait_for(lambda: machines.replace_lost() or step() >= target)
+
+    straight = machines.raygpt("submit", "tiny", *words, "run.name=straight", *on)
+    assert straight.returncode == 0, straight.stdout
+    assert "step 260/260" in straight.stdout
+    assert "Running entrypoint" not in straight.stdout  # the run's progress, not Ray's
+    laptop = machines.raygpt(*submit, wait=False)
+    wait_for_step(20)
+    laptop.send_signal(signal.SIGINT)
+    said = laptop.communicate(timeout=60)[0]
+    assert laptop.returncode == 0, said
+    assert f"raygpt logs job --cluster {machines.address}" in " ".join(said.split())
+    left = step()
+    wait_for_step(left + 20)  # it goes on
+    assert "is being trained as job" in machines.raygpt(*submit).stdout
+    (job,) = [job for job in json.loads(machines.raygpt("runs", *on, "--json").stdout) if job["name"] == "job"]
+    assert (job["status"], job["folder"]) == ("RUNNING", str(folder))
+    assert json.loads(machines.raygpt("show", "job", *on, "--json").stdout)["state"] == "running"
+    machines.kill(1)  # a worker; another machine takes its place
+    wait_for_step(step() + 20)
+    stopped = machines.raygpt("stop", "job", *on)
+    assert stopped.returncode == 0, stopped.stdout
+    wait_for(lambda: "stopped after step" in machines.raygpt("logs", "job", *on, "--no-follow").stdout)
+    done = step()
+    assert list(folder.glob(f"checkpoints/step-{done:08d}/checkpoint.json"))
+    laptop = machines.raygpt(*submit, "--detach")
+    assert laptop.returncode == 0, laptop.stdout
+    wait_for_step(done + 20)
+    machines.kill(*list(machines.nodes))  # the head, and the workers with it
+    machines.start()
+    again = machines.raygpt(*submit)  # by whoever restarts jobs
+    assert again.returncode == 0, again.stdout
+    assert "continuing after step" in again.stdout
+    assert losses(str(folder)) == losses(str(tmp_path / "runs" / "straight"))
