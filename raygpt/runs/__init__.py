@@ -140,7 +140,7 @@ def open_run(folder: str) -> OpenRun:
 
 
 def _which_run(folder: str) -> str:
-    """What to write instead of a folder that is no run: one of the runs in it, or the run that it is a checkpoint of."""
+    """What to write instead of a folder that is no run: a run in it, or the run of which it is a checkpoint."""
     inside = [name for name in sorted(storage.folders(folder)) if storage.exists(storage.join(folder, name, RECIPE))]
     if inside:
         return f"name one of the runs in it, e.g. {storage.join(folder.rstrip('/'), inside[0])}"

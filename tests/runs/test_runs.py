@@ -96,7 +96,6 @@ def test_a_run_without_a_whole_checkpoint_is_refused(run):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("mine", "did you mean runs/mine?"),
         ("runs", "name one of the runs in it, e.g. runs/mine"),
         ("runs/mine/checkpoints/step-00000010", "it is a checkpoint: write runs/mine --step 10"),
     ],
