@@ -53,7 +53,7 @@ def test_its_recipe_is_one_and_equals_the_shipped_one_where_it_speaks(tmp_path):
     mine, tiny = load_recipe(str(path)), load_recipe("tiny", {"run.name": "mine"})
     assert isinstance(mine, Recipe)
     assert mine == tiny
-    assert yaml.safe_load(text)["training"]["steps"] == 200
+    assert yaml.safe_load(text)["training"]["steps"] == 180
 
 
 def test_its_links_lead_somewhere():
