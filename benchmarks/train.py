@@ -4,17 +4,20 @@
 
 Tokens per second are taken over the wall time between the first and the last logged step, checkpoints included, and
 validation left out; `round_ms` says how long a step took between any two of them, `first_logged` when the first was
-reached. With `--name` the figures, the validation losses and the last sample go into results/NAME.json.
+reached; `seconds_of_steps`: how long all steps take at that speed, compiling left out. `--seeds 1 2 3` trains a run of
+each. With `--name` the figures, the validation losses and the last sample go into results/NAME.json.
 """
 
 import argparse
 import tempfile
 import time
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import record
 
+from raygpt.config import Recipe
 from raygpt.recipes import load_recipe
 from raygpt.training.events import CheckpointSaved, Event, Sampled, Started, StepLogged, Validated
 from raygpt.training.mfu import mfu
@@ -27,18 +30,29 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--name", help="of the results file; none is written without it")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1337], help="a run for each")
     arguments = parser.parse_intermixed_args()
+    runs = {}
+    with tempfile.TemporaryDirectory() as folder:
+        words = [f"run.storage={folder}", *arguments.overrides]
+        with launch.on_cluster(load_recipe(arguments.recipe, words)):
+            for seed in arguments.seeds:
+                named = [*words, f"training.seed={seed}", f"run.name=seed-{seed}"]
+                runs[f"seed {seed}"] = figures_of(load_recipe(arguments.recipe, named))
+    ends = [(list(run["val_losses"].values())[-1], run["seconds_of_steps"]) for run in runs.values()]
+    means = dict(zip(("mean val_loss", "mean seconds_of_steps"), map(fmean, zip(*ends, strict=True)), strict=True))
+    record.show(means | runs if len(runs) > 1 else next(iter(runs.values())), arguments.name)
+
+
+def figures_of(recipe: Recipe) -> dict[str, Any]:
+    """Train it, and measure."""
     events: list[Event] = []
     began = time.time()
-    with tempfile.TemporaryDirectory() as folder:
-        recipe = load_recipe(arguments.recipe, [f"run.storage={folder}", *arguments.overrides])
-        with launch.on_cluster(recipe):
-            run = launch.prepare_run(recipe)
-            result = launch.train(run, events.append)
-        if result.error:
-            raise result.error
-        figures = measured(events, run, began)
-    record.show(figures, arguments.name)
+    run = launch.prepare_run(recipe)
+    result = launch.train(run, events.append)
+    if result.error:
+        raise result.error
+    return measured(events, run, began)
 
 
 def measured(events: list[Event], run: Prepared, began: float) -> dict[str, Any]:
@@ -59,6 +73,7 @@ def measured(events: list[Event], run: Prepared, began: float) -> dict[str, Any]
         "seconds": seconds,
         "round_ms": [round(1e3 * _seconds_per_step(*pair), 2) for pair in trained],
         "tokens_per_s": speed,
+        "seconds_of_steps": run.plan.rows * run.plan.context * run.plan.steps / speed,
         **({"mfu": share} if share else {}),
         "data_wait_s": sum(after["data_wait_s"] for _, after in trained),
         "losses": {line["step"]: round(line["loss"], 4) for line in logged if "loss" in line},

@@ -71,7 +71,7 @@ def test_tutorial_a_is_less_than_60_lines_on_raygpts_parts(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(loss) for loss in re.findall(r"val_loss (\S+)", done.stdout)]
-    assert losses[-1] < losses[0] - 1
+    assert losses[-1] < losses[0] / 2
     recipe = load_recipe("tiny", {"data.tokenizer": "bytes"})
     (saved,) = tmp_path.glob("runs/function-*/step-40")  # the shares of both workers, as one
     weights = read_weights("jax", str(saved), recipe.model, 257)
