@@ -82,6 +82,7 @@ class Model(Part):
         0, ge=0, description="Token tables added to the values of as many first and last layers."
     )
     x0_mixing: bool = Field(False, description="Each block's input is a learned mixture with that of the first.")
+    head_gates: bool = Field(False, description="Each head's output is multiplied by a learned gate of the input.")
     dropout: Annotated[Number, May.DIFFER] = Field(
         0.0, ge=0, lt=1, description="Fraction of activations dropped in training."
     )
@@ -198,6 +199,7 @@ LAYER_KEYS = (
     "softcap",
     "value_embeddings",
     "x0_mixing",
+    "head_gates",
 )
 
 

@@ -48,7 +48,7 @@ class Optimizer(Part):
     momentum_warmup: Integer = Field(100, ge=0, description="muon: steps in which momentum rises from 0.85.")
     embedding_rate: Number = Field(0.2, gt=0, description="muon: AdamW's highest rate of embeddings.")
     head_rate: Number = Field(0.006, gt=0, description="muon: AdamW's highest rate of an untied head.")
-    gain_rate: Number = Field(0.02, gt=0, description="muon: AdamW's highest rate of gains, biases and scalars.")
+    gain_rate: Number = Field(0.02, gt=0, description="muon: AdamW's highest rate of gates, gains and biases.")
     cautious: bool = Field(
         False, description="muon (default true): a matrix decays only where its update has the same sign."
     )

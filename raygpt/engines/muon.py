@@ -3,7 +3,7 @@
 Plain arithmetic on arrays of JAX or PyTorch. Each engine decides where a matrix is computed.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 from raygpt.config import Optimizer, Recipe
 from raygpt.models.parameter import Role
@@ -33,14 +33,13 @@ def peak_rates(recipe: Recipe) -> dict[Role, float]:
     """
     settings = recipe.optimizer
     if settings.kind == "adamw":
-        return dict.fromkeys(("matrix", "embedding", "head", "gain", "bias"), settings.learning_rate)
+        return dict.fromkeys(get_args(Role), settings.learning_rate)
     narrow = (REFERENCE_WIDTH / recipe.model.width) ** 0.5
     return {
         "matrix": settings.learning_rate,
         "embedding": settings.embedding_rate * narrow,
         "head": settings.head_rate * narrow,
-        "gain": settings.gain_rate * narrow,
-        "bias": settings.gain_rate * narrow,
+        **dict.fromkeys(("gate", "gain", "bias"), settings.gain_rate * narrow),
     }
 
 

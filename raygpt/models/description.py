@@ -8,6 +8,7 @@ from math import prod
 from raygpt.config import Model
 from raygpt.models.parameter import FirstValues, Parameter
 
+GATE_INPUTS = 12  # how many numbers of a block's normed input a head's gate is computed from
 ZEROS, ONES = FirstValues("constant", 0.0), FirstValues("constant", 1.0)
 
 
@@ -75,6 +76,7 @@ def describe(model: Model, vocab: int) -> Description:
         "vocabulary": vocab,
         "context": model.context,
         "value_layers": 2 * model.value_embeddings,
+        "gate_inputs": min(GATE_INPUTS, model.width),
         "one": 1,
     }
     return Description(sizes, tuple(_parameters(model, sizes)))
@@ -100,6 +102,8 @@ def _parameters(model: Model, sizes: Mapping[str, int]) -> Iterator[Parameter]:
     if model.qk_norm:
         yield from _norm("blocks.query_norm", "head", model)
         yield from _norm("blocks.key_norm", "head", model)
+    if model.head_gates:
+        yield Parameter("blocks.head_gate.kernel", ("layer", "gate_inputs", "heads"), "gate", ZEROS, ("gate_inputs",))
     yield from linear("blocks.out", ("heads", "head"), ("width",), to_residual=True)
     yield from _norm("blocks.norm2", "width", model)
     if model.has_gate:

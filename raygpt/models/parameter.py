@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Role = Literal["embedding", "matrix", "head", "gain", "bias"]
+Role = Literal["embedding", "matrix", "head", "gate", "gain", "bias"]
 
 # Along which axis of a mesh each axis of a parameter is sharded. Along `tensor` these are whole heads, hidden units
 # and tokens; fsdp takes the residual stream's axis of everything larger than a vector.
@@ -37,6 +37,11 @@ class Parameter:
     def own_axes(self) -> tuple[str, ...]:
         """Those of one layer's array."""
         return self.axes[1:] if self.is_stacked else self.axes
+
+    @property
+    def is_kernel(self) -> bool:
+        """Of a linear layer in a block: [layer, *in, *out]."""
+        return self.role in ("matrix", "gate")
 
     @property
     def is_vector(self) -> bool:

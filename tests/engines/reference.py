@@ -74,6 +74,7 @@ def _value_embedding(p, model, layer, ids):
 
 
 def _attention(x, p, model, added_to_values):
+    gate = 2 / (1 + np.exp(-x[..., :12] @ p["head_gate.kernel"])) if model.head_gates else np.ones(model.heads)
     queries, keys, values = (_linear(x, p, name) for name in ("query", "key", "value"))  # [rows, time, heads, head]
     if model.qk_norm:
         queries, keys = _norm(queries, p, "query_norm", model), _norm(keys, p, "key_norm", model)
@@ -89,7 +90,7 @@ def _attention(x, p, model, added_to_values):
         scores[:, is_later] = -np.inf
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         results[:, :, head] = shares / shares.sum(-1, keepdims=True) @ values[:, :, kv_head]
-    return _linear(results, p, "out", inputs=2)
+    return _linear(results * gate[..., None], p, "out", inputs=2)
 
 
 def _rotated(x, model):

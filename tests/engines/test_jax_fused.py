@@ -26,7 +26,14 @@ RECIPES = {
     "no biases, a head of its own": {"bias": False, "tied_head": False, "norm_epsilon": 1e-6, "remat": "products"},
     "dropout on two devices": {"dropout": 0.2, "devices": 2},
     "blocks computed again": {"remat": "blocks"},
-    "nanochat's": {"preset": "nanochat", "value_embeddings": 1, "x0_mixing": True, "devices": 2, "remat": "products"},
+    "nanochat's": {
+        "preset": "nanochat",
+        "value_embeddings": 1,
+        "x0_mixing": True,
+        "head_gates": True,
+        "devices": 2,
+        "remat": "products",
+    },
     "qwen3's": {"preset": "qwen3", "kv_heads": 2, "dropout": 0.2},
 }
 

@@ -19,7 +19,9 @@ MODELS = {
     "llama": Model(preset="llama", kv_heads=2, **SMALL),
     "qwen3": Model(preset="qwen3", kv_heads=1, head_size=32, tied_head=True, **SMALL),
     "nanochat": Model(preset="nanochat", **SMALL),
-    "all": Model(preset="nanochat", value_embeddings=1, x0_mixing=True, rope_share=0.5, norm_gain=True, **SMALL),
+    "all": Model(
+        preset="nanochat", value_embeddings=1, x0_mixing=True, head_gates=True, rope_share=0.5, norm_gain=True, **SMALL
+    ),
     "mixed": Model(norm="layer", position="rope", mlp="relu2", qk_norm=True, softcap=3.0, **SMALL),
 }
 KINDS = ["all", "qwen3", *also("llama", "nanochat", "mixed")]

@@ -68,6 +68,7 @@ MODERN = {
     "embedding_norm": True,
     "value_embeddings": 1,
     "x0_mixing": True,
+    "head_gates": True,
     "init": "xavier",
     "dropout": 0.0,
 }

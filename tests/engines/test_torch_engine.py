@@ -54,6 +54,7 @@ MODERN = {  # everything at once
     "embedding_norm": True,
     "value_embeddings": 1,
     "x0_mixing": True,
+    "head_gates": True,
     "softcap": 5.0,
     "init": "xavier",
 }

@@ -127,6 +127,7 @@ MODERN = {
         "embedding_norm": True,
         "value_embeddings": 1,
         "x0_mixing": True,
+        "head_gates": True,
         "mlp": "relu2",
     },
     "GPT-2 with modern parts": {

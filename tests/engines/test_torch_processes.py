@@ -38,6 +38,7 @@ MODERN = {  # everything at once: two values for four queries, and gains of one 
     "embedding_norm": True,
     "value_embeddings": 1,
     "x0_mixing": True,
+    "head_gates": True,
     "softcap": 5.0,
     "init": "xavier",
 }

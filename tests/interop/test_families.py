@@ -174,6 +174,7 @@ READ = "raygpt generate and raygpt eval read the run as it is"
             {**NANOCHAT, "kv_heads": None, "value_embeddings": 1, "x0_mixing": True},
             f"model.value_embeddings 1, model.x0_mixing true: no class of transformers has them; {READ}",
         ),
+        ({**LLAMA, "head_gates": True}, f"model.head_gates true: no class of transformers has it; {READ}"),
         ({**LLAMA, "x0_mixing": True}, f"model.x0_mixing true: no class of transformers has it; {READ}"),
         (
             {**QWEN3, "softcap": 15.0, "mlp": "relu2"},

@@ -115,6 +115,17 @@ def norm_and_rotate(parameters: Parameters, name: str, x: Array, model: Model, r
     return compute(x, parameters.get(f"{name}.gain"), parameters.get(f"{name}.bias"))
 
 
+def gate_heads(parameters: Parameters, x: Array, heads: Array) -> Array:
+    """Heads [rows, time, heads, head], each multiplied by its gate, from 0 to 2, if the model has gates: attention
+    alone cannot add nothing, since its weights sum to 1."""
+    kernel = parameters.get("head_gate.kernel")
+    if kernel is None:
+        return heads
+    sums = _product(x[..., : len(kernel)], kernel, None)
+    gates = 2 * jax.nn.sigmoid(sums.astype(accurate(x.dtype)))
+    return heads * gates.astype(x.dtype).reshape(*heads.shape[:-1], 1)
+
+
 def mlp(parameters: Parameters, x: Array, model: Model) -> Array:
     """To the hidden layer [rows, time, hidden], its activation, and back."""
     up, activate = linear(parameters, "up", x), ACTIVATIONS[model.mlp]
@@ -161,11 +172,13 @@ def block(
     if shared.x0 is not None:
         stay, first = (parameters[f"{name}.gain"].astype(x.dtype) for name in ("residual", "x0"))
         x = stay * x + first * shared.x0
-    query, key, value = project(parameters, norm(parameters, "norm1", x, model))
+    normed = norm(parameters, "norm1", x, model)
+    query, key, value = project(parameters, normed)
     query = norm_and_rotate(parameters, "query_norm", query, model, shared.rotation)
     key = norm_and_rotate(parameters, "key_norm", key, model, shared.rotation)
     value = value if value_embedding is None else value + value_embedding.reshape(value.shape)
-    mixed = linear(parameters, "out", attention(query, key, value), axes=2).reshape(x.shape)
+    heads = gate_heads(parameters, normed, attention(query, key, value))
+    mixed = linear(parameters, "out", heads, axes=2).reshape(x.shape)
     x = x + dropout(mixed, keys, 2 * layer + 1, model.dropout)
     update = mlp(parameters, norm(parameters, "norm2", x, model), model)
     return x + dropout(update, keys, 2 * layer + 2, model.dropout)

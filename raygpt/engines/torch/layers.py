@@ -101,6 +101,15 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
+def gate_heads(gate: nn.Linear | None, x: Tensor, heads: Tensor) -> Tensor:
+    """Heads [rows, time, heads, head], each multiplied by its gate, from 0 to 2, if the model has gates: attention
+    alone cannot add nothing, since its weights sum to 1."""
+    if gate is None:
+        return heads
+    sums = gate(x[..., : gate.in_features])  # [rows, time, heads]
+    return (heads * (2 * torch.sigmoid(sums.to(accurate(x.dtype))))[..., None]).to(x.dtype)
+
+
 def mlp(x: Tensor, kind: str, up: nn.Linear, down: nn.Linear, gate: nn.Linear | None = None) -> Tensor:
     """x [rows, time, width] by way of a hidden layer [rows, time, hidden]."""
     if gate is None:

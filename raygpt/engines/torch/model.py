@@ -14,7 +14,7 @@ from raygpt.engines.padding import padded_vocab
 from raygpt.engines.torch.attention import Attention, Cache, Span, causal
 from raygpt.engines.torch.devices import accurate
 from raygpt.engines.torch.dropout import dropout
-from raygpt.engines.torch.layers import Gain, Norm, full, mlp, project, rotate, rotations
+from raygpt.engines.torch.layers import Gain, Norm, full, gate_heads, mlp, project, rotate, rotations
 from raygpt.models import Description, describe, value_table_of
 
 
@@ -33,6 +33,8 @@ class Block(nn.Module):
         self.key = nn.Linear(width, keys, bias)
         self.value = nn.Linear(width, keys, bias)
         self.query_norm, self.key_norm = (Norm(self.head, model) if model.qk_norm else None for _ in range(2))
+        inputs, heads = sizes["gate_inputs"], sizes["heads"]
+        self.head_gate = nn.Linear(inputs, heads, bias=False) if model.head_gates else None
         self.out = nn.Linear(queries, width, bias)
         self.norm2 = Norm(width, model)
         self.gate = nn.Linear(width, hidden, bias) if model.has_gate else None
@@ -53,7 +55,8 @@ class Block(nn.Module):
         first, second = (None, None) if keys is None else keys
         if self.residual and self.x0 and x0 is not None:
             x = (self.residual.weight * x + self.x0.weight * x0).to(x.dtype)
-        query, key, value = project(self.norm1(x), (self.query, self.key, self.value), self.head)
+        normed = self.norm1(x)
+        query, key, value = project(normed, (self.query, self.key, self.value), self.head)
         if self.query_norm and self.key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if rotation is not None:
@@ -62,7 +65,8 @@ class Block(nn.Module):
             embedding, gain = values
             value = (value + gain * embedding.view_as(value)).to(value.dtype)
         mixed = attention(*(each.transpose(1, 2) for each in (query, key, value)))  # [rows, heads, time, head]
-        x = x + dropout(self.out(mixed.transpose(1, 2).flatten(2)), first, self.rate)
+        heads = gate_heads(self.head_gate, normed, mixed.transpose(1, 2))  # [rows, time, heads, head]
+        x = x + dropout(self.out(heads.flatten(2)), first, self.rate)
         return x + dropout(mlp(self.norm2(x), self.mlp, self.up, self.down, self.gate), second, self.rate)
 
 

@@ -102,12 +102,12 @@ class OwnLayout:
     def _to_description(self, parameter: Parameter, tensor: Tensor) -> Tensor:
         """One layer's: with the description's axes."""
         shape = self._description.own_shape(parameter)
-        if parameter.role == "matrix":
+        if parameter.is_kernel:
             return tensor.T.reshape(shape)
         return tensor[: shape[0]] if _is_padded(parameter) else tensor.view(shape)
 
     def _from_description(self, parameter: Parameter, array: Tensor) -> Tensor:
-        if parameter.role == "matrix":
+        if parameter.is_kernel:
             return array.reshape(self._fan_in(parameter), -1).T
         if _is_padded(parameter):
             return F.pad(array, (0, 0, 0, padded_vocab(len(array)) - len(array)))
@@ -117,7 +117,7 @@ class OwnLayout:
         """Of each element of a shard, counted along the description's axes: int32."""
         shape = self._description.own_shape(parameter)
         steps: tuple[int, ...] = (shape[-1], 1) if len(slices) == 2 else (1,)
-        if parameter.role == "matrix":
+        if parameter.is_kernel:
             steps = (1, prod(shape) // self._fan_in(parameter))  # [out, in] of what is counted [in, out]
         index = torch.zeros((), dtype=torch.int32, device=device)
         for side, step in zip(slices, steps, strict=True):

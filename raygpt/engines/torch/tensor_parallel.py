@@ -42,7 +42,7 @@ def _copied(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
 def _style(parameter: Parameter) -> ParallelStyle:
     """A table is sharded by tokens, and what a value embedding gives by heads; a kernel along its input or its output
     axis."""
-    if parameter.role != "matrix":
+    if not parameter.is_kernel:
         out = Shard(-1) if parameter.name.startswith("values") else Replicate()
         return RowwiseParallel(input_layouts=Replicate(), output_layouts=out)
     cut = parameter.axes[parameter.mesh_axes.index("tensor")]
