@@ -14,6 +14,7 @@ from raygpt.engines import require
 from raygpt.errors import RaygptError
 from raygpt.recipes import check_part
 from raygpt.training.events import Event, FaultHandled, Reported, Waiting
+from raygpt.training.ray import runtime_env
 from raygpt.training.ray.backend import backend_for
 from raygpt.training.ray.launch import Result
 from raygpt.training.ray.mailbox import open_mailbox
@@ -55,6 +56,7 @@ def run(
     if engine not in ("jax", "torch"):
         raise RaygptError(f"engine: {engine!r} is not known; write jax or torch")
     require(engine)
+    runtime_env.checked(wanted.runtime_env)
     name = name or time.strftime("function-%Y%m%d-%H%M%S")
     check_part("run", {"name": name})
     folder = storage.join(storage.absolute(storage_path), name)

@@ -20,6 +20,7 @@ from raygpt.runs.records import Outcome, write_result
 from raygpt.training import prepared, resume
 from raygpt.training.events import Event, StepLogged, Stopped, StopRequested, Validated, Waiting, Warned
 from raygpt.training.prepared import Prepared
+from raygpt.training.ray import runtime_env
 from raygpt.training.ray.backend import backend_for
 from raygpt.training.ray.mailbox import open_mailbox
 from raygpt.training.ray.memory import request_memory
@@ -64,6 +65,7 @@ def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: boo
 def on_cluster(recipe: Recipe) -> Any:
     """Inside the block there is a Ray cluster. A local one has CPUs for the workers plus as many as there are cores for
     Ray Data, so that neither waits for the other."""
+    runtime_env.checked(recipe.cluster.runtime_env)
     return connected(cpus=local_cpus(recipe.cluster))
 
 

@@ -20,6 +20,7 @@ from raygpt.formatting import size
 from raygpt.host import cores, host_memory
 from raygpt.ray_private import internal_kv_get, is_autoscaler_v2, worker
 from raygpt.training.plan import PROCESS_BYTES
+from raygpt.training.ray import runtime_env
 
 Accelerator = Literal["cpu", "gpu", "tpu"]
 Resources = dict[str, float]
@@ -97,7 +98,7 @@ class Workers:
     @property
     def runtime_env(self) -> dict[str, Any] | None:
         """The workers' environment; for CUDA without LD_LIBRARY_PATH, which would hide the libraries in JAX's wheel."""
-        env = dict(self.cluster.runtime_env)
+        env = runtime_env.checked(self.cluster.runtime_env)
         if self.accelerator == "gpu":
             env["env_vars"] = {"LD_LIBRARY_PATH": ""} | env.get("env_vars", {})
         return env or None  # without one a worker starts two seconds faster
