@@ -114,6 +114,12 @@ def has_taken_steps(folder: str) -> bool:
     return bool(checkpoints.folders(folder)) or any(line["step"] > 0 for line in metrics.read(folder))
 
 
+def forget_start(folder: str) -> None:
+    """Delete what a start that took no step wrote about step 0: it may be another model's, and this is no restart."""
+    for file in (metrics.METRICS, records.SAMPLES, storage.join(checkpoints.FOLDER, checkpoints.VAL_LOSSES)):
+        storage.delete(storage.join(folder, file))
+
+
 def free_name(folder: str) -> str:
     """The next name for a run beside this one that no run has: tiny-2 for tiny, tiny-3 for tiny-2."""
     home, _, name = folder.rstrip("/").rpartition("/")

@@ -9,7 +9,7 @@ import pytest
 from raygpt.corpus import tokenizers
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
-from raygpt.runs import checkpoints
+from raygpt.runs import checkpoints, records
 from raygpt.training.events import Warned
 from raygpt.training.prepared import Prepared
 from raygpt.training.ray import launch
@@ -131,12 +131,16 @@ def test_a_run_that_has_taken_no_step_is_begun_anew_with_another_recipe(tmp_path
     folder, before = str(tmp_path), load_recipe("tiny", {"training.seed": 1})
     (tmp_path / "recipe.yaml").write_text(before.to_yaml())
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val_loss": 8.3}\n')
+    records.keep_sample(folder, 0, "of the first model")
+    checkpoints.write_val_loss(folder, 0, 8.3)
     corrected = load_recipe("tiny", {"training.seed": 2})
     assert check(folder, corrected, force=False) == 0
     (tmp_path / "recipe.yaml").write_text("of: another version")
     assert check(folder, corrected, force=False) == 0
     train(folder, corrected, 0, [])
     assert not (tmp_path / "metrics.jsonl").exists()  # or the new run would count as restarted
+    assert not records.read_samples(folder)
+    assert not checkpoints.is_evaluated(folder, 0)  # or the new model would not be
     assert load_recipe(tmp_path / "recipe.yaml") == corrected
     (tmp_path / "recipe.yaml").write_text(before.to_yaml())
     (tmp_path / "metrics.jsonl").write_text('{"step": 10, "loss": 5.1}\n')

@@ -13,7 +13,7 @@ from raygpt.config import Recipe
 from raygpt.corpus import tokenizers
 from raygpt.corpus.prepare import Watch
 from raygpt.errors import RaygptError
-from raygpt.runs import RECIPE, checkpoints, has_taken_steps, metrics
+from raygpt.runs import RECIPE, checkpoints, forget_start, has_taken_steps, metrics
 from raygpt.runs.lock import locked
 from raygpt.runs.metrics import Line
 from raygpt.runs.records import Outcome, write_result
@@ -88,7 +88,7 @@ def train(
     with on_cluster(run.recipe), contextlib.closing(run.corpus), locked(folder, unattended) as check_lock:
         clear_stop_request(folder)
         if not has_taken_steps(folder):
-            storage.delete(storage.join(folder, metrics.METRICS))  # of an earlier start: this is not its restart
+            forget_start(folder)
         storage.write_bytes(storage.join(folder, RECIPE), run.original.to_yaml().encode())
         tokenizers.save(run.corpus.tokenizer, folder)
         if changed := resume.changed_rate(folder, run.after, run.recipe):
