@@ -1,6 +1,8 @@
 """Stops a run so that it can be resumed: by Ctrl-C, a signal, or `raygpt stop RUN`. All workers save, then end.
 
-A second Ctrl-C ends the run immediately. `raygpt stop` leaves a file in the run directory, which the driver polls for.
+A second Ctrl-C ends the run immediately, but not within a second of the first: `timeout` and schedulers signal the
+process and then its group, so that one request comes twice. `raygpt stop` leaves a file in the run directory, which the
+driver polls for.
 """
 
 import contextlib
@@ -17,6 +19,7 @@ from raygpt.training.events import Event, StopRequested
 
 STOP_FILE = "stop"
 STOP_POLL_S = 2.0  # between two polls for the file of `raygpt stop`
+AGAIN_S = 1.0  # after which a signal is a second request
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, `kill` and `ray job stop`, a closed terminal
 
 
@@ -27,7 +30,7 @@ def stoppable(
     """Inside the block signals order the workers to save and end. Yields the function that polls for `raygpt stop`."""
     uri = storage.join(run_folder, STOP_FILE)
     requested = threading.Event()
-    looked = time.monotonic()
+    looked = signalled = time.monotonic()
     unsaid: list[StopRequested] = []  # printed later: a signal may interrupt a print
 
     def ask(who: str, by_signal: bool) -> None:
@@ -36,8 +39,12 @@ def stoppable(
         unsaid.append(StopRequested(f"{who}: saving after one of the next steps", by_signal))
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal signalled
         if requested.is_set():
-            raise KeyboardInterrupt
+            if time.monotonic() - signalled >= AGAIN_S:
+                raise KeyboardInterrupt
+            return
+        signalled = time.monotonic()
         ask(f"{signal.Signals(number).name}, once more to stop at once", by_signal=True)
 
     def look() -> None:

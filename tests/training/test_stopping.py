@@ -21,11 +21,21 @@ def test_a_signal_in_the_middle_of_a_line_prints_nothing_into_it(tmp_path):
     ]
 
 
-def test_the_second_does_not_wait(tmp_path):
+def test_the_second_does_not_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr("raygpt.training.stopping.AGAIN_S", 0)
     with stoppable(str(tmp_path), lambda: None, lambda event: None):
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_to_the_process_and_at_once_to_its_group_is_one_as_timeout_sends_it(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("raygpt.training.stopping.AGAIN_S", 60)
+    with stoppable(str(tmp_path), lambda: asked.append("stop"), lambda event: None):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert asked == ["stop"]
 
 
 def test_a_request_from_elsewhere_is_found_and_an_old_one_is_forgotten(tmp_path, monkeypatch):
