@@ -5,8 +5,10 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,8 @@ def _connect(address: str | None, cpus: int) -> None:
                 ray.init(address=address, runtime_env=_our_code(), **quiet)
             else:
                 _have_token()
-                ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+                with _own_process_groups():
+                    ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         if "AuthenticationError" in f"{error!r} {error.__cause__!r}":
             raise RaygptError(
@@ -56,6 +59,23 @@ def _connect(address: str | None, cpus: int) -> None:
             f"no Ray cluster answers at RAY_ADDRESS={address}; start one with `ray start --head`, or unset RAY_ADDRESS "
             "to use this machine alone"
         ) from error
+
+
+@contextlib.contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Ray's processes that are started inside the block get no signal that is meant for this process and its group: a
+    closed terminal and `timeout` would end them before a run could be saved. They still end with this process."""
+    from raygpt.ray_private import services
+
+    if sys.platform != "linux":  # elsewhere Ray ends them by their group
+        yield
+        return
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def _have_token() -> None:

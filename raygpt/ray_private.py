@@ -4,9 +4,10 @@ Two modules because Ray Train takes a second to import, and `raygpt prepare` doe
 `tests/training/test_ray_private.py` looks each of them up in Ray, so a new version of Ray fails there by name.
 """
 
-# The process's Ray node, if it started one: tells whether a cluster is ours alone. And the function that prints a
-# cluster's messages about dead processes, which would appear between our own lines.
-from ray._private import worker
+# services: `ConsolePopen` starts the processes of a local cluster; see cluster.py for why it is replaced.
+# worker: the process's Ray node, if it started one, which tells whether a cluster is ours alone; and the function that
+# prints a cluster's messages about dead processes, which would appear between our own lines.
+from ray._private import services, worker
 
 # A driver that connects by address does not present ~/.ray/auth_token by itself.
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
@@ -18,4 +19,11 @@ from ray._private.state import actors
 from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.experimental.internal_kv import _internal_kv_get as internal_kv_get
 
-__all__ = ["actors", "internal_kv_get", "is_autoscaler_v2", "maybe_enable_token_auth_if_token_available", "worker"]
+__all__ = [
+    "actors",
+    "internal_kv_get",
+    "is_autoscaler_v2",
+    "maybe_enable_token_auth_if_token_available",
+    "services",
+    "worker",
+]

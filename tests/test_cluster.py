@@ -2,10 +2,14 @@
 
 import os
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
+import raygpt
 from raygpt.cluster import _connect, _have_token
 from raygpt.errors import RaygptError
 
@@ -32,3 +36,31 @@ def test_a_home_that_cannot_be_written_needs_no_token_of_rays(tmp_path, monkeypa
     monkeypatch.setenv("HOME", str(tmp_path if is_writable else tmp_path / "missing"))
     _have_token()
     assert ("RAY_AUTH_TOKEN" in os.environ) == (not is_writable)
+
+
+SIGNALLED = """
+import os, signal, ray
+from raygpt.cluster import connected
+
+with connected(1):
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+        os.killpg(0, number)
+    print(ray.get(ray.remote(lambda: "alive").remote(), timeout=120))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Ray ends its processes by their group")
+def test_a_closed_terminal_or_timeout_does_not_end_a_local_cluster(tmp_path):
+    """Both signal the whole process group. How a run is saved then is in training/test_recovery.py."""
+    environment = os.environ | {"PYTHONPATH": str(Path(raygpt.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        start_new_session=True,
+    )
+    assert done.stdout == "alive\n", done.stderr

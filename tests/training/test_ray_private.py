@@ -19,6 +19,7 @@ TRAINER = "ray.train.v2.api.data_parallel_trainer:DataParallelTrainer"
 TRACED = "_ray_trace_ctx"  # that Ray adds to a class's methods when it makes an actor of it, as earlier tests do
 # Where it is, and its parameters; None for what is not called by us
 USED = {
+    "ray._private.services:ConsolePopen": None,
     "ray._private.state:actors": "actor_id job_id actor_state_name",
     f"{CONTROLLER}": "train_fn_ref train_run_context scaling_policy failure_policy callbacks validation_config",
     f"{CONTROLLER}.run": "self",
