@@ -25,6 +25,14 @@ def ago(moment: float | None, now: float | None = None) -> str:
     return f"{seconds:.0f} s ago"
 
 
+def duration(seconds: float) -> str:
+    """As a clock shows it: 0:05, 12:05, 1:00:05, 2 days 1:00:05."""
+    minutes, rest = divmod(int(seconds), 60)
+    days, hours = divmod(minutes // 60, 24)
+    clock = f"{hours}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+    return f"{days} {'day' if days == 1 else 'days'} {clock}" if days else clock
+
+
 def number_text(value: float | None, form: str) -> str:
     """A number by a format such as '.4f', or a dash if there is none."""
     return "–" if value is None else format(value, form)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
+from raygpt.formatting import duration
 from raygpt.runs import free_name
 from raygpt.show.console import clip, err, out, printable, program, relative_path, show_notes, table_of
 from raygpt.training.events import (
@@ -120,7 +121,7 @@ class Training:
         values, parts = event.values, [self._step(event.step), f"loss {event.loss:.4f}"]
         if "tokens_per_s" in values:
             left = (self._steps - event.step) * values["tokens"] / event.step / values["tokens_per_s"]
-            parts += [f"{values['tokens_per_s']:,.0f} tokens/s", f"{int(left // 60)}:{int(left % 60):02d} left"]
+            parts += [f"{values['tokens_per_s']:,.0f} tokens/s", f"{duration(left)} left"]
         if values.get("skipped"):
             parts.append(f"{values['skipped']:.0f} skipped")
         if "mfu" in values:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from raygpt import storage
-from raygpt.config import May, Model, Recipe, keys_that
+from raygpt.config import May, Model, Recipe, Schedule, keys_that
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.recipes.explain import flat
@@ -16,6 +16,7 @@ from raygpt.runs.checkpoints import Checkpoint
 # the rounding, and on_nan and on_spike skip steps. The batches stay the same.
 FREE = keys_that(May.CHANGE)
 LENGTHS = ("training.steps", "training.epochs")  # a run may be lengthened
+WARMUP = "schedule.warmup_steps"  # and its warm-up with it: that of a shortened recipe was shorter
 
 
 def check(run_folder: str, recipe: Recipe, force: bool) -> int:
@@ -29,7 +30,10 @@ def check(run_folder: str, recipe: Recipe, force: bool) -> int:
     before = _values(load_recipe(uri))
     after = _values(recipe)
     changed = [key for key in after if after[key] != before.get(key) and not key.startswith(FREE)]
-    changed = [key for key in changed if not (key in LENGTHS and _is_more(after[key], before[key]))]
+    lengthened = [key for key in changed if key in LENGTHS and _is_more(after[key], before[key])]
+    if lengthened and _is_more(after[WARMUP], before[WARMUP]):
+        lengthened.append(WARMUP)
+    changed = [key for key in changed if key not in lengthened]
     if changed and not force:
         differences = ", ".join(f"{key}: {before.get(key)} → {after[key]}" for key in changed)
         raise RaygptError(
@@ -59,7 +63,8 @@ def changed_rate(run_folder: str, after: int, recipe: Recipe) -> str | None:
         return None
     known = checkpoints.facts(Checkpoint(after, checkpoints.folder_of(run_folder, after)))["recipe"]
     before, now = known["training"]["steps"], recipe.steps
-    old, new = (f"{float(recipe.schedule.fraction(after, steps, np)):.2f}" for steps in (before, now))
+    schedules = ((Schedule.model_validate(known["schedule"]), before), (recipe.schedule, now))
+    old, new = (f"{float(schedule.fraction(after, steps, np)):.2f}" for schedule, steps in schedules)
     if old == new:
         return None
     return (

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from raygpt.corpus import tokenizers
-from raygpt.formatting import ago
+from raygpt.formatting import ago, duration
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints, open_run
 from raygpt.runs.records import Outcome, keep_sample, write_about, write_result
@@ -201,3 +201,11 @@ def test_runs_on_s3_are_listed_and_shown(raygpt, tmp_path, s3):
 def test_how_long_ago_is_said_in_words(seconds, text):
     assert ago(1000.0, 1000.0 + seconds) == text
     assert ago(None) == "never"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(5.9, "0:05"), (725, "12:05"), (3605, "1:00:05"), (90005, "1 day 1:00:05"), (176405, "2 days 1:00:05")],
+)
+def test_a_duration_is_read_as_a_clock(seconds, shown):
+    assert duration(seconds) == shown

@@ -84,6 +84,19 @@ def test_a_length_that_moves_the_learning_rate_at_once_is_said(tmp_path, kind, a
         assert "from {} to {} of its highest".format(*moves) in said
 
 
+def test_a_recipe_that_was_shortened_for_a_try_goes_on_with_its_own_length_and_warm_up(tmp_path):
+    folder = str(tmp_path)
+    short, whole = load_recipe("gpt2-tiny", {"training.steps": 12}), load_recipe("gpt2-tiny")
+    assert short.schedule.warmup_steps < whole.schedule.warmup_steps == 20
+    (tmp_path / "recipe.yaml").write_text(short.to_yaml())
+    checkpoints.commit(checkpoints.folder_of(folder, 12), 12, {"recipe": short.to_dict()}, {})
+    assert check(folder, whole, force=False) == 12
+    assert "from 0.10 to 0.62 of its highest" in changed_rate(folder, 12, whole)  # 13/21: the warm-up goes on
+    same_length = load_recipe("gpt2-tiny", {"training.steps": 12, "schedule.warmup_steps": 5})
+    with pytest.raises(RaygptError, match=r"another recipe \(schedule\.warmup_steps: 1 → 5\)"):
+        check(folder, same_length, force=False)
+
+
 def test_a_new_run_has_no_rate_to_change(tmp_path):
     assert changed_rate(str(tmp_path), 0, schedule("cosine", 400)) is None
 
