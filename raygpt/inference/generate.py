@@ -1,6 +1,7 @@
 """Generates text from a prompt, streamed, until a stop string, the end of the document or a maximum length."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,6 +10,7 @@ from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.inference.loaded import LoadedModel
 from raygpt.inference.sampling import encode_prompt, stream
 
+GROUP = 64  # texts that are generated together: their key-value caches are in memory at the same time
 UNFINISHED = "�"  # what an incomplete UTF-8 character decodes to
 
 
@@ -79,26 +81,49 @@ def generate(
     note: Callable[[str], None] = lambda text: None,
 ) -> list[Sample]:
     """Continue a prompt, or start a new document without one. `show` gets the first sample's text as it comes."""
+    groups = generate_in_groups(loaded, prompt, options, samples, show=show, note=note)
+    return list(itertools.chain.from_iterable(groups))
+
+
+def generate_in_groups(
+    loaded: LoadedModel,
+    prompt: str | None,
+    options: SamplingOptions,
+    samples: int = 1,
+    *,
+    show: Callable[[str], None] = lambda text: None,
+    note: Callable[[str], None] = lambda text: None,
+    progress: Callable[[int, int], None] = lambda texts, tokens: None,
+) -> Iterator[list[Sample]]:
+    """The samples of `generate` in groups, each as soon as it is done: all at once may not fit the memory.
+
+    `show` gets the text of each group's first sample as it comes; `progress` gets the number of texts that are done,
+    and how many tokens those of the next group have.
+    """
     ids = encode_prompt(loaded.tokenizer, prompt)
-    texts = [Sample(loaded.tokenizer, options.stop) for _ in range(samples)]
-    drawn = stream(
-        loaded.reader,
-        loaded.state,
-        np.tile(ids, (samples, 1)),
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        on_context_full=_noted_once(note, loaded.reader.context),
-    )
-    for _, tokens in zip(range(options.tokens), drawn, strict=False):
-        shown = [text.add(int(token)) for text, token in zip(texts, tokens, strict=True)]
-        show(shown[0])
-        if all(text.ended for text in texts):
-            break
-    rest = [text.finish() for text in texts]
-    show(rest[0])
-    return texts
+    random = np.random.default_rng(options.seed)
+    on_context_full = _noted_once(note, loaded.reader.context)
+    for done in range(0, samples, GROUP):
+        texts = [Sample(loaded.tokenizer, options.stop) for _ in range(min(GROUP, samples - done))]
+        drawn = stream(
+            loaded.reader,
+            loaded.state,
+            np.tile(ids, (len(texts), 1)),
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=random,
+            on_context_full=on_context_full,
+        )
+        for count, tokens in zip(range(options.tokens), drawn, strict=False):
+            shown = [text.add(int(token)) for text, token in zip(texts, tokens, strict=True)]
+            show(shown[0])
+            progress(done, count + 1)
+            if all(text.ended for text in texts):
+                break
+        rest = [text.finish() for text in texts]
+        show(rest[0])
+        yield texts
 
 
 def _noted_once(note: Callable[[str], None], context: int) -> Callable[[int], None]:

@@ -73,7 +73,7 @@ def stream(
     temperature: float = 0.8,
     top_k: int | None = 50,
     top_p: float | None = None,
-    seed: int = 0,
+    seed: int | np.random.Generator = 0,
     on_context_full: Callable[[int], None] = lambda kept: None,
 ) -> Iterator[NDArray[np.int32]]:
     """Continue prompts [rows, time] without end, yielding one id per row; computed lazily.

@@ -3,13 +3,14 @@
 import secrets
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
 from rich.markup import escape
 
 from raygpt.errors import RaygptError
-from raygpt.inference.generate import Sample, SamplingOptions, generate
+from raygpt.inference.generate import Sample, SamplingOptions, generate, generate_in_groups
 from raygpt.inference.loaded import LoadedModel
 from raygpt.inference.sampling import encode_prompt
 from raygpt.show.console import err, fail, out, printable
@@ -21,28 +22,45 @@ def seed(given: int | None) -> int:
 
 
 def write(loaded: LoadedModel, prompt: str | None, options: SamplingOptions, samples: int) -> None:
-    """Print one text as it is generated; several when all are done."""
+    """Print one text as it is generated; several a group at a time."""
     started = time.perf_counter()
     notes: list[str] = []
     if samples == 1:
-        texts = _written(loaded, prompt, options, notes)
+        tokens = len(_written(loaded, prompt, options, notes).ids)
     else:
-        texts = generate(loaded, prompt, options, samples, note=notes.append)
-        for number, text in enumerate(texts, start=1):
+        tokens = 0
+        for number, text in enumerate(_with_progress(loaded, prompt, options, samples, notes), start=1):
             out.print(f"[bold cyan]sample {number}[/]")
             _put(f"{prompt or ''}{text.text}\n")
-    tokens = sum(len(text.ids) for text in texts)
+            tokens += len(text.ids)
     for note in notes:
         _note(note)
     _note(f"{_which(loaded)}; {tokens} tokens in {time.perf_counter() - started:.1f} s; seed {options.seed}")
 
 
-def _written(loaded: LoadedModel, prompt: str | None, options: SamplingOptions, notes: list[str]) -> list[Sample]:
+def _written(loaded: LoadedModel, prompt: str | None, options: SamplingOptions, notes: list[str]) -> Sample:
     encode_prompt(loaded.tokenizer, prompt)  # refuse a bad prompt before anything is printed
     _put(prompt or "")
-    texts = generate(loaded, prompt, options, show=_put, note=notes.append)
+    (text,) = generate(loaded, prompt, options, show=_put, note=notes.append)
     _put("\n")
-    return texts
+    return text
+
+
+def _with_progress(
+    loaded: LoadedModel, prompt: str | None, options: SamplingOptions, samples: int, notes: list[str]
+) -> Iterator[Sample]:
+    """The samples. While a group of them is generated, a terminal shows how far it is."""
+    with err.status("") as status:
+
+        def show_progress(done: int, tokens: int) -> None:
+            status.update(
+                f"{done} of {samples} samples; the next ones have {tokens} of at most {options.tokens} tokens"
+            )
+
+        for texts in generate_in_groups(loaded, prompt, options, samples, note=notes.append, progress=show_progress):
+            status.stop()
+            yield from texts
+            status.start()
 
 
 def converse(loaded: LoadedModel, options: SamplingOptions, first: str | None) -> None:
@@ -62,7 +80,7 @@ def converse(loaded: LoadedModel, options: SamplingOptions, first: str | None) -
 def as_json(loaded: LoadedModel, prompt: str | None, options: SamplingOptions, samples: int) -> dict[str, Any]:
     """The texts with everything that determined them."""
     notes: list[str] = []
-    texts = generate(loaded, prompt, options, samples, note=notes.append)
+    texts = _with_progress(loaded, prompt, options, samples, notes)
     written = [{"text": text.text, "tokens": len(text.ids), "ended": text.ended_early} for text in texts]
     about = {"run": loaded.run.folder, "step": loaded.checkpoint.step, "val_loss": loaded.val_loss}
     return {**about, "prompt": prompt, **asdict(options), "samples": written, "notes": notes}

@@ -1,6 +1,7 @@
 """Text from a model: what is certain is shown, what stops it is left out, and the cache changes nothing."""
 
 from importlib import import_module
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from raygpt.config import Model
 from raygpt.corpus.tokenizers import Bytes, Char
 from raygpt.errors import RaygptError
-from raygpt.inference.generate import Sample
+from raygpt.inference.generate import Sample, SamplingOptions, generate, generate_in_groups
 from raygpt.inference.sampling import encode_prompt, sample, stream
 from raygpt.interop.gpt2 import from_hugging_face
 from raygpt.models import describe
@@ -105,6 +106,21 @@ def test_past_the_context_the_last_half_is_read_in_again():
     assert found == [3, 4, 5, 6, 7, 8, 4, 5, 6, 7, 8, 4]
     assert model.read == [[[11, 12, 13]], [[5, 6, 7, 8]], [[5, 6, 7, 8]]]
     assert told == [4, 4]
+
+
+def test_many_samples_are_generated_in_groups_each_with_other_draws(monkeypatch):
+    class Even(Counting):
+        def _logits(self, rows, seen):
+            return np.zeros((rows, 257))
+
+    monkeypatch.setattr("raygpt.inference.generate.GROUP", 3)
+    model, seen = SimpleNamespace(tokenizer=Bytes(), reader=Even(), state=None), []
+    options = SamplingOptions(tokens=5, top_k=None, seed=1)
+    groups = list(generate_in_groups(model, "a", options, 7, progress=lambda *so_far: seen.append(so_far)))
+    assert [len(group) for group in groups] == [3, 3, 1]
+    assert len({tuple(text.ids) for group in groups for text in group}) == 7
+    assert [text.ids for text in generate(model, "a", options, 7)] == [text.ids for group in groups for text in group]
+    assert seen[:6] == [(0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (3, 1)]
 
 
 def test_of_a_prompt_longer_than_the_context_the_end_is_read():
