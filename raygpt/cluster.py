@@ -70,12 +70,13 @@ def _own_process_groups() -> Iterator[None]:
     if sys.platform != "linux":  # elsewhere Ray ends them by their group
         yield
         return
-    popen = services.ConsolePopen
-    services.ConsolePopen = partial(popen, process_group=0)
+    starts: Any = services  # ConsolePopen is a class, which mypy does not let one replace
+    popen = starts.ConsolePopen
+    starts.ConsolePopen = partial(popen, process_group=0)
     try:
         yield
     finally:
-        services.ConsolePopen = popen
+        starts.ConsolePopen = popen
 
 
 def _have_token() -> None:
