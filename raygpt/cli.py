@@ -56,7 +56,10 @@ def main() -> None:
         sys.exit(1)
 
 
-@app.command()
+UNKNOWN_AS_KEYS = {"ignore_unknown_options": True}  # they are refused as keys, with what to write instead
+
+
+@app.command(context_settings=UNKNOWN_AS_KEYS)
 def train(
     recipe: Annotated[
         str, typer.Argument(metavar="RECIPE", help="A name that `raygpt recipes` lists, or a YAML file.")
@@ -117,7 +120,7 @@ def train(
         raise typer.Exit(0 if is_wanted else 130)  # 130 as after any Ctrl-C: the run is not finished
 
 
-@app.command()
+@app.command(context_settings=UNKNOWN_AS_KEYS)
 def submit(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a YAML file.")],
     cluster: Annotated[str, typer.Option(metavar="ADDRESS", help="The cluster's dashboard, e.g. http://head:8265.")],
@@ -134,8 +137,9 @@ def submit(
     from raygpt.recipes import load_recipe
     from raygpt.show import results
 
+    loaded = load_recipe(recipe, overrides or [])
     server = JobServer(cluster)
-    job = server.submit(load_recipe(recipe, overrides or []))
+    job = server.submit(loaded)
     if as_json:
         _print_json(asdict(job))
     else:
@@ -295,6 +299,8 @@ def prepare(
     from raygpt.recipes import check_part
     from raygpt.show.data import preparing, show_prepared
 
+    if not out:
+        raise RaygptError("--out: is empty; write a new folder for the token store, e.g. --out store")
     keys: dict[str, Any] = {"source": source, "tokenizer": tokenizer, "val": val}
     keys |= {"split": split, "split_seed": split_seed, "column": column, "limit": limit}
     data: Data = check_part("data", keys)
@@ -372,6 +378,8 @@ def generate(
         raise RaygptError("--samples: --interactive writes one text after each prompt; leave --samples out")
     if interactive and as_json:
         raise RaygptError("--json: --interactive prints no JSON; leave it out, and write --prompt TEXT")
+    if "" in (stop or ()):
+        raise RaygptError("--stop: an empty text is before every token; write some text, or leave --stop out")
     if not top_p:
         raise RaygptError("--top-p: 0 leaves no token; write a number above 0, or --temperature 0 for the likeliest")
     loaded = load(open_run(run), step, best=not latest)

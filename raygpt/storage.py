@@ -51,6 +51,9 @@ def filesystem(uri: str) -> tuple[Any, str]:
 
     if uri.startswith("hf://"):
         return fs.PyFileSystem(fs.FSSpecHandler(_hugging_face())), uri.removeprefix("hf://")
+    if not uri.startswith("s3://"):  # Arrow knows others, e.g. gs://, and tries for minutes to reach them
+        scheme = uri.partition("://")[0]
+        raise RaygptError(f"{uri}: {scheme}:// is not supported; a local path or s3://bucket/path is expected")
     try:
         system, path = fs.FileSystem.from_uri(quote(uri, safe=":/"))  # names may hold spaces, umlauts, # and %
     except (ValueError, OSError) as error:

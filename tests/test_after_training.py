@@ -198,6 +198,7 @@ def test_prompts_can_be_asked_for_one_after_another(raygpt, run, monkeypatch):
     [
         ("-i --samples 2", "--samples: --interactive writes one text after each prompt; leave --samples out"),
         ("-i --json", "--json: --interactive prints no JSON; leave it out, and write --prompt TEXT"),
+        ("--stop=", "--stop: an empty text is before every token; write some text, or leave --stop out"),
         ("--top-p 0", "--top-p: 0 leaves no token; write a number above 0, or --temperature 0 for the likeliest"),
     ],
 )

@@ -15,6 +15,7 @@ from raygpt import cli
 from raygpt.recipes import load_recipe, shipped_recipes
 from raygpt.runs.lock import locked
 from raygpt.show import generation
+from raygpt.show.console import printable
 from raygpt.show.training import show_message
 from raygpt.training.events import StepLogged, Warned
 from raygpt.training.stopping import STOP_FILE
@@ -55,6 +56,13 @@ def test_a_terminal_that_does_not_know_a_character_gets_another():
     done = subprocess.run([sys.executable, "-m", "raygpt", "recipes"], capture_output=True, env=environment)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"steps of 32 ? 1,024 tokens" in b" ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("a\r\nb\r\n", "a\nb\n"), ("a\r", "a"), ("a\rb", "a�b"), ("\x1b[2J", "�[2J")]
+)
+def test_line_ends_of_windows_are_line_ends_and_control_characters_are_not_printed(text, shown):
+    assert printable(text) == shown
 
 
 def test_standard_input_that_is_closed_has_no_prompt(monkeypatch):
@@ -225,6 +233,11 @@ def test_an_unknown_key_is_answered_with_the_nearest_right_one(raygpt):
     assert message == "recipe 'tiny': unknown key 'training.step'; did you mean 'training.steps'?"
 
 
+def test_an_option_as_in_other_programs_is_answered_in_one_line(raygpt):
+    for verb in (("train", "tiny"), ("train",), ("submit", "tiny", "--cluster", "http://head:8265")):
+        assert fails(raygpt(*verb, "--max_iters=5")).endswith("a key is written without dashes, e.g. training.steps=5")
+
+
 def test_an_unknown_recipe_is_answered_with_the_nearest_right_one(raygpt):
     assert "did you mean 'tiny'?" in fails(raygpt("train", "tyni"))
 
@@ -273,6 +286,8 @@ def test_a_missing_source_says_what_to_write(raygpt):
 
 def test_a_bad_option_of_prepare_is_explained_like_a_recipes_key(raygpt, text):
     assert "data.tokenizer: 'bpe:3'" in fails(raygpt("prepare", text, "--out", "store", "--tokenizer", "bpe:3"))
+    assert fails(raygpt("prepare", "", "--out", "store")).startswith("data.source: '' is empty; write ")
+    assert fails(raygpt("prepare", text, "--out", "")).startswith("--out: is empty; write a new folder ")
     assert "data.split: 'tial' is none of" in fails(raygpt("prepare", text, "--out", "store", "--split", "tial"))
 
 

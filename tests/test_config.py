@@ -268,6 +268,11 @@ def test_a_tag_that_yaml_would_turn_into_an_object_is_refused(file: Any, tag: st
     assert "line 1, column 9: not YAML (could not determine a constructor" in refusal(file(f"engine: {tag}"))
 
 
+def test_a_key_that_is_given_twice_in_two_forms_is_refused(file: Any) -> None:
+    written = file("training: {steps: 5}\ntraining.steps: 6\n")
+    assert refusal(written) == f"recipe '{written}': 'training.steps' is given twice; leave one of the two out"
+
+
 def test_a_file_nested_too_deep_is_refused(file: Any) -> None:
     assert "not YAML (maximum recursion depth exceeded" in refusal(file("[" * 10_000))
 
@@ -283,6 +288,10 @@ def test_an_unknown_name_is_answered_with_the_nearest_shipped_one() -> None:
     assert refusal("tny") == f"no recipe is called 'tny'; did you mean 'tiny'? {listing}"
     assert refusal("shake") == f"no recipe is called 'shake'; did you mean 'shakespeare-char'? {listing}"
     assert refusal("xyz") == f"no recipe is called 'xyz'; {listing}"
+    assert refusal("TINY") == f"no recipe is called 'TINY'; did you mean 'tiny'? {listing}"
+    for path in ("./tiny", "tiny.yaml", "recipes/tiny.yaml"):
+        remedy = "write tiny for the one that comes with raygpt"
+        assert refusal(path) == f"recipe '{path}': there is no such file; {remedy}"
     with pytest.raises(RaygptError, match="no recipe is called"):
         recipe_text("../config")
 
@@ -320,6 +329,29 @@ def test_an_unknown_key_is_answered_with_the_one_that_was_meant(key: str, meant:
     assert refusal("gpt2-tiny", [f"{key}=3"]) == f"recipe 'gpt2-tiny': unknown key '{key}'; did you mean '{meant}'?"
 
 
+@pytest.mark.parametrize(
+    ("option", "example"),
+    [
+        ("--max_iters=5", "training.steps=5"),
+        ("--block-size=64", "model.context=64"),
+        ("--steps", "training.steps=…"),
+        ("--training.steps=7", "training.steps=7"),
+        ("-x", "training.steps=20"),
+    ],
+)
+def test_an_option_as_in_other_programs_is_answered_with_the_key(option: str, example: str) -> None:
+    answer = refusal("gpt2-tiny", [option])
+    assert answer == refusal(option)
+    assert answer.startswith(f"{option.partition('=')[0]}: is no option, `--help` lists them; ")
+    assert answer.endswith(f"; a key is written without dashes, e.g. {example}")
+
+
+def test_an_unknown_key_of_a_part_is_answered_with_the_keys_of_the_part() -> None:
+    assert refusal("gpt2-tiny", ["schedule.zzz=1"]) == (
+        "recipe 'gpt2-tiny': unknown key 'schedule.zzz'; the keys of schedule are kind, warmup_steps, end, decay_share"
+    )
+
+
 def test_every_name_from_another_trainer_hints_at_a_key_that_exists() -> None:
     assert set(OTHER_NAMES.values()) <= {key.name for key in keys()}
 
@@ -337,6 +369,16 @@ BETAS = "write e.g. optimizer.betas: [0.9, 0.95]"
 PATTERN = "is not 1 to 128 of A-Z a-z 0-9 . _ - without a '.' in front; write e.g. run.name: my-run"
 BAD_VALUES = [
     ("model.layers=four", "model.layers: 'four' is not a whole number; write e.g. model.layers: 4"),
+    ("track.wandb=true", "track.wandb: true is no name of a project; write e.g. track.wandb: my-project, or null"),
+    (
+        "run.storage=s3://",
+        "run.storage: 's3://' is neither a folder nor an address on S3; write e.g. run.storage: s3://bucket/runs",
+    ),
+    (
+        "run.storage=gs://bucket/runs",
+        "run.storage: 'gs://bucket/runs' is neither a folder nor an address on S3; "
+        "write e.g. run.storage: s3://bucket/runs",
+    ),
     ("model.layers=true", "model.layers: 'true' is not a whole number; write e.g. model.layers: 4"),
     ("model.layers=4.5", "model.layers: '4.5' is not a whole number; write e.g. model.layers: 4"),
     (
@@ -614,7 +656,7 @@ def test_of_several_problems_the_first_is_told_and_the_others_are_counted() -> N
     )
 
 
-@pytest.mark.parametrize("override", ["training.steps", "=5", "", "--steps 5"])
+@pytest.mark.parametrize("override", ["training.steps", "=5", ""])
 def test_an_override_without_a_value_says_what_is_expected(override: str) -> None:
     line = refusal("gpt2-tiny", [override])
     assert line == f"override {override!r}: is not key=value; write e.g. training.steps=20"

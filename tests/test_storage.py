@@ -236,7 +236,7 @@ def test_an_absolute_name_means_the_same_in_every_process(tmp_path: Path, monkey
     assert storage.absolute("s3://bucket/runs") == "s3://bucket/runs"
 
 
-@pytest.mark.parametrize("uri", ["ftp://host/x", "https://host/x"])
+@pytest.mark.parametrize("uri", ["ftp://host/x", "https://host/x", "gs://bucket/x"])
 def test_a_scheme_that_is_not_known_is_refused(uri: str) -> None:
     message = refusal(storage.read_bytes, uri)
     assert message.startswith(f"{uri}: ")

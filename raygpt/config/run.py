@@ -29,6 +29,16 @@ class Run(Part):
         refuse_credentials(f"run.{info.field_name}", address or "")
         return address
 
+    @field_validator("storage")
+    @classmethod
+    def _is_a_folder_or_on_s3(cls, storage: str) -> str:
+        if "://" in storage and not re.match(r"s3://[^/]", storage):
+            raise ValueError(
+                f"run.storage: {shown(storage)} is neither a folder nor an address on S3; "
+                "write e.g. run.storage: s3://bucket/runs"
+            )
+        return storage
+
     @field_validator("name")
     @classmethod
     def _is_a_plain_folder_name(cls, name: str | None) -> str | None:
@@ -56,11 +66,19 @@ def _flag_or_address(mlflow: object) -> object:
     return mlflow
 
 
+def _project(wandb: object) -> object:
+    if str(wandb).lower() in ("true", "false"):
+        raise ValueError(
+            f"track.wandb: {str(wandb).lower()} is no name of a project; write e.g. track.wandb: my-project, or null"
+        )
+    return wandb
+
+
 class Track(Part):
     """Trackers; each needs the extra of its name."""
 
     tensorboard: bool = Field(False, description="Event files in the run's folder: tensorboard --logdir RUN.")
-    wandb: Annotated[str, Field(min_length=1)] | None = Field(
+    wandb: Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_project), "text | null"] = Field(
         None, description="A Weights & Biases project; WANDB_MODE=offline keeps it on this disk."
     )
     mlflow: Annotated[bool | str, BeforeValidator(_flag_or_address), "true or address"] = Field(

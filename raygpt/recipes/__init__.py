@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from raygpt import storage
 from raygpt.config import FAMILY, SIZES, Optimizer, Recipe, Schedule, shown
 from raygpt.errors import RaygptError
-from raygpt.recipes.explain import explain_first, flat, nearest, one_line
+from raygpt.recipes.explain import explain_first, explain_option, flat, nearest, one_line
 
 
 def load_recipe(
@@ -95,7 +95,7 @@ def recipe_text(name: str) -> str:
     """The YAML of a shipped recipe, comments and all."""
     shipped = list(shipped_recipes())
     if name not in shipped:
-        meant = nearest(name, shipped, cutoff=0.5)
+        meant = nearest(name.lower(), shipped, cutoff=0.5)
         hint = f"did you mean {meant!r}? " if meant else ""
         raise RaygptError(f"no recipe is called {shown(name)}; {hint}`raygpt recipes` lists them; a file ends in .yaml")
     return (_recipe_folder() / f"{name}.yaml").read_text("utf-8")
@@ -107,12 +107,18 @@ def _recipe_folder() -> Traversable:
 
 def _read(name: str) -> str:
     """The YAML of that name or at that path."""
+    if name.startswith("-"):
+        raise RaygptError(explain_option(name))
     if "/" not in name and not name.endswith((".yaml", ".yml")):
         return recipe_text(name)
     try:
         return storage.read_bytes(name).decode("utf-8-sig")  # -sig: some editors write a byte-order mark
     except FileNotFoundError:
-        raise RaygptError(f"recipe {name!r}: there is no such file; check the path") from None
+        shipped = Path(name).name.removesuffix(".yaml")
+        remedy = (
+            f"write {shipped} for the one that comes with raygpt" if shipped in shipped_recipes() else "check the path"
+        )
+        raise RaygptError(f"recipe {name!r}: there is no such file; {remedy}") from None
     except IsADirectoryError:
         raise RaygptError(f"recipe {name!r}: is a folder; name the YAML file in it") from None
     except UnicodeDecodeError:
@@ -164,9 +170,15 @@ def _parse_file(text: str, where: str) -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         raise RaygptError(f"{where}: {shown(tree)} is not a mapping of keys; write e.g. engine: jax")
     try:
-        return flat(tree)
+        parts = [flat({key: value}) for key, value in tree.items()]
     except RecursionError:  # `model: &m {layers: *m}`
         raise RaygptError(f"{where}: a key contains itself; write its value out") from None
+    values: dict[str, Any] = {}
+    for part in parts:
+        if twice := values.keys() & part.keys():  # `training: {steps: 5}` and `training.steps: 6`
+            raise RaygptError(f"{where}: {min(twice)!r} is given twice; leave one of the two out")
+        values |= part
+    return values
 
 
 def _changes(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -176,6 +188,8 @@ def _changes(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for item in [overrides] if isinstance(overrides, str) else overrides:
         key, equals, text = (piece.strip() for piece in item.partition("="))
+        if item.startswith("-"):
+            raise RaygptError(explain_option(item))
         if not (key and equals):
             raise RaygptError(f"override {shown(item)}: is not key=value; write e.g. training.steps=20")
         changes |= flat({key: _override_value(text, f"override {shown(item)}")})

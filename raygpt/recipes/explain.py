@@ -63,6 +63,7 @@ _WRONG = {
     "string_type": "is not text",
     "tuple_type": "is not a list",
     "too_long": "has too many items",
+    "string_too_short": "is empty",
     "model_type": "is not a mapping of keys",
 }
 
@@ -166,9 +167,22 @@ def _hint(unknown: str) -> str:
         or nearest(unknown, namesakes, cutoff=0)
         or nearest(unknown, [*Recipe.model_fields, *known])
     )
+    if meant and unknown.startswith(f"{meant}."):  # like no key of that part
+        names = (key.removeprefix(f"{meant}.") for key in known if key.startswith(f"{meant}."))
+        return f"the keys of {meant} are {', '.join(names)}"
     if meant:
         return f"did you mean {meant!r}?"
     return f"the parts of a recipe are {', '.join(Recipe.model_fields)}"
+
+
+def explain_option(option: str) -> str:
+    """Why `--max_iters=5`, as other programs have it, is refused, and how it is written here: training.steps=5."""
+    name, _, value = option.lstrip("-").partition("=")
+    known = [key.name for key in keys()]
+    same = next((key for key in known if name in (key, key.split(".")[-1])), None)
+    meant = OTHER_NAMES.get(name.replace("-", "_")) or same
+    example = f"e.g. {meant}={value or '…'}" if meant else "e.g. training.steps=20"
+    return f"{option.partition('=')[0]}: is no option, `--help` lists them; a key is written without dashes, {example}"
 
 
 def nearest(word: str, options: Sequence[str], cutoff: float = 0.6) -> str | None:

@@ -153,4 +153,4 @@ def _which_run(folder: str) -> str:
     checkpoint = re.fullmatch(rf"(.+)/{checkpoints.FOLDER}/step-0*([0-9]+)/?", folder)
     if checkpoint and storage.exists(storage.join(checkpoint[1], RECIPE)):
         return f"it is a checkpoint: write {checkpoint[1]} --step {checkpoint[2]}"
-    return "name a folder that raygpt train made"
+    return f"name a folder that raygpt train made; `raygpt runs` lists those in {RUNS}/"

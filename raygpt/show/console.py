@@ -1,5 +1,6 @@
 """The terminal: standard output and standard error, and formatting that all console output shares."""
 
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -55,7 +56,11 @@ def table_of(rows: Sequence[tuple[str, str]]) -> Table:
 
 
 def printable(text: str) -> str:
-    """The text without control characters, which a model may generate and a terminal would execute."""
+    """The text without control characters, which a model may generate and a terminal would execute.
+
+    Windows' line ends are line ends; a text that comes in pieces may be cut between their two characters.
+    """
+    text = re.sub(r"\r(?=\n|\Z)", "", text)
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 

@@ -62,7 +62,10 @@ def _check_start(recipe: Recipe, force: bool) -> int:
     folder = run_folder_of(recipe)
     tracking.require(recipe.track, folder)
     require(recipe.engine, recipe.model.implementation)
-    return resume.check(folder, recipe, force)
+    after = resume.check(folder, recipe, force)
+    if not after:
+        resume.check_fork(recipe, storage.absolute(recipe.run.storage))
+    return after
 
 
 def prepare_run(recipe: Recipe, watch: Watch, force: bool, spare_cpus: Callable[[], float]) -> Prepared:

@@ -73,6 +73,12 @@ def changed_rate(run_folder: str, after: int, recipe: Recipe) -> str | None:
     )
 
 
+def check_fork(recipe: Recipe, home: str) -> None:
+    """Refuse a `run.start_from` that is no run, before the corpus is prepared."""
+    if recipe.run.start_from is not None:
+        _run_of(recipe.run.start_from, home)
+
+
 def fork(recipe: Recipe, home: str, tokenizer: str, after: int = 0) -> Checkpoint | None:
     """The checkpoint that `run.start_from` names; refuses one with a different model or tokenizer.
 
@@ -88,7 +94,8 @@ def fork(recipe: Recipe, home: str, tokenizer: str, after: int = 0) -> Checkpoin
         raise
 
 
-def _named(recipe: Recipe, start_from: str, home: str, tokenizer: str) -> Checkpoint:
+def _run_of(start_from: str, home: str) -> tuple[str, str, int | None]:
+    """The name, the folder and the step that `run.start_from` names; the newest step if none."""
     name, _, step = start_from.partition("@")
     if step and not step.isdecimal():
         raise RaygptError(
@@ -97,7 +104,12 @@ def _named(recipe: Recipe, start_from: str, home: str, tokenizer: str) -> Checkp
     folder = storage.absolute(name) if "/" in name else storage.join(home, name)
     if not storage.exists(storage.join(folder, RECIPE)):
         raise RaygptError(f"run.start_from: there is no run {name!r} in {home}; write the name of one, or its path")
-    checkpoint = checkpoints.find(folder, int(step) if step else None)
+    return name, folder, int(step) if step else None
+
+
+def _named(recipe: Recipe, start_from: str, home: str, tokenizer: str) -> Checkpoint:
+    name, folder, step = _run_of(start_from, home)
+    checkpoint = checkpoints.find(folder, step)
     facts = checkpoints.facts(checkpoint)
     saved = Model.model_validate(facts["recipe"]["model"])  # keys that are newer than that run have defaults
     models = (recipe.model, saved)

@@ -115,7 +115,10 @@ def test_a_folder_that_is_no_run_is_refused(run, monkeypatch, name):
     monkeypatch.chdir(run.parent)
     with pytest.raises(RaygptError) as caught:
         open_run(name)
-    assert str(caught.value) == f"{name} is no run, it has no recipe.yaml; name a folder that raygpt train made"
+    assert str(caught.value) == (
+        f"{name} is no run, it has no recipe.yaml; name a folder that raygpt train made; `raygpt runs` lists those in "
+        "runs/"
+    )
 
 
 def test_a_run_on_s3_is_fetched_once_and_checked(run, s3, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from raygpt.corpus import tokenizers
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints, records
+from raygpt.training import prepared
 from raygpt.training.events import Warned
 from raygpt.training.prepared import Prepared
 from raygpt.training.ray import launch
@@ -174,6 +175,12 @@ def test_a_taken_name_is_refused_with_the_next_free_one(tmp_path):
         )
     with pytest.raises(RaygptError, match=r"write run\.name=mine-4 to begin"):
         check(str(tmp_path / "mine"), changed, force=False)
+
+
+def test_a_start_from_that_is_no_run_is_refused_before_the_corpus_is_prepared(tmp_path):
+    recipe = load_recipe("gpt2-tiny", {"run.start_from": "gone", "run.storage": str(tmp_path)})
+    with pytest.raises(RaygptError, match="there is no run 'gone'"):
+        prepared.check(recipe)
 
 
 def test_what_a_run_began_from_may_be_gone_when_it_goes_on(tmp_path):
