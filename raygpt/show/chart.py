@@ -108,7 +108,7 @@ def plot(
             'overflow="visible"><g transform="scale(1,-1)">',
             *(_path(curve, frame) for curve in curves),
             "</g></svg>",
-            *(_dots(curve, frame) for curve in curves if curve.has_dots and len(curve.points) <= DOTS),
+            *(_dots(curve, frame) for curve in curves if _is_dotted(curve, frame)),
             *(_mark(mark, frame) for mark in inside),
             "</svg>",
         ]
@@ -158,11 +158,17 @@ def _path(curve: Curve, frame: Frame) -> str:
         if height is not None:
             drawn.append(f"{'M' if is_gap else 'L'}{_compact(point[0])},{height:.5g}")
         is_gap = height is None
-    kind = "curve faint" if curve.is_faint else "curve"
+    # A browser paints nothing for a single point, and may leave out the curves around it: it is a dot instead.
+    kind = "curve single" if len(drawn) == 1 else "curve faint" if curve.is_faint else "curve"
     dash = DASHES[curve.run // COLOURS % len(DASHES)]
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     about = f'class="{kind}" data-run="{curve.run}" data-name="{escape(curve.name)}" {_colour(curve)}{dashed}'
     return f'<path {about} d="{"".join(drawn)}"/>'
+
+
+def _is_dotted(curve: Curve, frame: Frame) -> bool:
+    is_single = sum(frame.height(point) is not None for point in curve.points) == 1
+    return is_single or (curve.has_dots and len(curve.points) <= DOTS)
 
 
 def _dots(curve: Curve, frame: Frame) -> str:

@@ -54,6 +54,13 @@ def test_a_log_scale_has_the_logarithms_and_labels_of_the_values():
     assert [label for _, label in y_ticks(frame)] == ["1", "2", "3", "5", "10"]
 
 
+def test_a_single_point_is_a_dot():
+    curves = [Curve("loss", [(5, 7.2)]), Curve("longer", [(0, 8.0), (5, 7.0)])]
+    tree = parse(plot("Loss", "step", frame_of(curves), curves))
+    assert [path.get("class") for path in tree.iter(f"{SVG}path")] == ["curve single", "curve"]
+    assert len(list(tree.iter(f"{SVG}circle"))) == 1
+
+
 def test_the_first_tenth_can_be_left_out():
     curve = Curve("training", [(0, 100.0), (9, 50.0), (10, 5.0), (100, 3.0)], has_dots=True)
     frame = frame_of([curve], is_late=True)
