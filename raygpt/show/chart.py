@@ -57,6 +57,12 @@ class Frame:
     high: float
     is_log: bool = False
 
+    @property
+    def units(self) -> tuple[float, float]:
+        """Powers of ten in which both axes are a few hundred long: where one has 200 steps and the other 0.02, browsers
+        draw some curves with the wrong width, or not at all."""
+        return _unit(self.right - self.left), _unit(self.high - self.low)
+
     def height(self, point: Point) -> float | None:
         """A point's value, or the logarithm of it; None where there is nothing to draw."""
         return _height(point, self.left, self.is_log)
@@ -66,6 +72,10 @@ class Frame:
 
     def y(self, height: float) -> str:
         return f"{100 * (self.high - height) / (self.high - self.low):.2f}%"
+
+
+def _unit(length: float) -> float:
+    return float(f"1e{math.floor(math.log10(length)) - 2}")
 
 
 def _height(point: Point, left: float, is_log: bool) -> float | None:
@@ -98,14 +108,16 @@ def plot(
     attributes: str = "",
 ) -> str:
     """An <svg> of grid, curves and marks, of any size; the labels lie around it."""
-    box = f"{frame.left:g} {-frame.high:g} {frame.right - frame.left:g} {frame.high - frame.low:g}"
+    wide, tall = frame.units
+    box = f"{frame.left / wide:g} {-frame.high / tall:g} {(frame.right - frame.left) / wide:g} "
+    box += f"{(frame.high - frame.low) / tall:g}"
     inside = [mark for mark in marks if frame.left <= mark.x <= frame.right]
     return "\n".join(
         [
             f'<svg class="plot" overflow="visible" role="img" aria-label="{escape(title)} by {axis}"{attributes}>',
             *_grid(frame, axis),
-            f'<svg class="curves" viewBox="{box}" preserveAspectRatio="none" width="100%" height="100%" '
-            'overflow="visible"><g transform="scale(1,-1)">',
+            f'<svg class="curves" viewBox="{box}" data-units="{wide:g} {tall:g}" preserveAspectRatio="none" '
+            'width="100%" height="100%" overflow="visible"><g transform="scale(1,-1)">',
             *(_path(curve, frame) for curve in curves),
             "</g></svg>",
             *(_dots(curve, frame) for curve in curves if _is_dotted(curve, frame)),
@@ -152,11 +164,11 @@ def _grid(frame: Frame, axis: str) -> Iterator[str]:
 
 
 def _path(curve: Curve, frame: Frame) -> str:
-    drawn, is_gap = [], True
+    drawn, is_gap, (wide, tall) = [], True, frame.units
     for point in curve.points:
         height = frame.height(point)
         if height is not None:
-            drawn.append(f"{'M' if is_gap else 'L'}{_compact(point[0])},{height:.5g}")
+            drawn.append(f"{'M' if is_gap else 'L'}{_compact(point[0] / wide)},{height / tall:.6g}")
         is_gap = height is None
     # A browser paints nothing for a single point, and may leave out the curves around it: it is a dot instead.
     kind = "curve single" if len(drawn) == 1 else "curve faint" if curve.is_faint else "curve"

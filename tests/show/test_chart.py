@@ -21,11 +21,11 @@ def percent(text):
     return float(text.removesuffix("%"))
 
 
-def test_a_path_has_the_values_themselves_and_a_gap_where_one_is_missing():
+def test_a_path_has_the_values_in_powers_of_ten_and_a_gap_where_one_is_missing():
     tree = parse(plot("Loss", "step", frame_of([TRAINING, VALIDATION]), [TRAINING, VALIDATION]))
     training, validation = (path.get("d") for path in tree.iter(f"{SVG}path"))
-    assert training == "M0,8L50,6M100,4L120,3"
-    assert validation == "M0,8L120,5"
+    assert training == "M0,800L50,600M100,400L120,300"  # in hundredths
+    assert validation == "M0,800L120,500"
 
 
 def test_paths_dots_labels_and_marks_lie_on_the_same_axes():
@@ -33,6 +33,8 @@ def test_paths_dots_labels_and_marks_lie_on_the_same_axes():
     tree = parse(plot("Loss", "step", frame, [TRAINING, VALIDATION], [Mark(60, "restarted")]))
     box = tree.find(f"{SVG}svg").get("viewBox").split()
     left, top, width, height = map(float, box)
+    assert tree.find(f"{SVG}svg").get("data-units") == "1 0.01"
+    top, height = top / 100, height / 100
     assert (left, left + width) == (0, 120)
     assert (-top - height, -top) == pytest.approx((3 - 0.2, 8 + 0.2))  # with 4 % of room
     first, last = tree.iter(f"{SVG}circle")
@@ -49,9 +51,18 @@ def test_a_log_scale_has_the_logarithms_and_labels_of_the_values():
     curve = Curve("training", [(1, 10.0), (2, 1.0), (3, 0.0)])
     frame = frame_of([curve], is_log=True)
     tree = parse(plot("Loss", "step", frame, [curve]))
-    assert next(tree.iter(f"{SVG}path")).get("d") == "M1,1L2,0"  # 0 has no logarithm
+    assert next(tree.iter(f"{SVG}path")).get("d") == "M100,100L200,0"  # in hundredths; 0 has no logarithm
     assert (frame.low, frame.high) == pytest.approx((-0.04, 1.04))
     assert [label for _, label in y_ticks(frame)] == ["1", "2", "3", "5", "10"]
+
+
+@pytest.mark.parametrize(("steps", "rate"), [(200, 0.02), (100_000, 6e-4), (5, 1e-9), (3e9, 2e6)])
+def test_a_curve_is_a_few_hundred_wide_and_high_whatever_its_values(steps, rate):
+    curve = Curve("learning rate", [(0, rate), (steps, rate)])
+    tree = parse(plot("Learning rate", "step", frame_of([curve], from_zero=True), [curve]))
+    _, _, width, height = map(float, tree.find(f"{SVG}svg").get("viewBox").split())
+    assert 100 <= width <= 1000
+    assert 100 <= height <= 1000
 
 
 def test_a_single_point_is_a_dot():
@@ -67,7 +78,7 @@ def test_the_first_tenth_can_be_left_out():
     assert (frame.left, frame.right) == (10, 100)
     assert (frame.low, frame.high) == pytest.approx((2.92, 5.08))
     tree = parse(plot("Loss", "step", frame, [curve]))
-    assert next(tree.iter(f"{SVG}path")).get("d") == "M10,5L100,3"
+    assert next(tree.iter(f"{SVG}path")).get("d") == "M100,500L1000,300"
     assert len(list(tree.iter(f"{SVG}circle"))) == 2
 
 
@@ -85,7 +96,10 @@ def test_a_picture_is_a_whole_file_that_fetches_nothing():
     tree = ElementTree.fromstring(text)
     assert tree.find(f"{SVG}title").text == "a <run>"
     assert [span.text for span in tree.iter(f"{SVG}tspan")] == ["training", "validation"]
-    assert [path.get("d") for path in tree.iter(f"{SVG}path")] == ["M0,8L50,6M100,4L120,3", "M0,8L120,5"]
+    assert [path.get("d") for path in tree.iter(f"{SVG}path")] == [
+        "M0,800L50,600M100,400L120,300",
+        "M0,800L120,500",
+    ]
     assert not re.search(r"url\(|@import|href|<script", text)
 
 

@@ -37,7 +37,9 @@ def curves(html, key, view):
     """The points of each curve in a view of a chart."""
     plot = html.split(f'data-key="{key}"')[1].split(f'data-view="{view}"')[1].split("</g></svg>")[0]
     paths = re.findall(r'<path [^>]* d="([^"]*)"', plot)
-    return [[tuple(map(float, point.split(","))) for point in re.split("[ML]", path)[1:]] for path in paths]
+    wide, tall = map(float, re.search(r'data-units="(\S+) (\S+)"', plot).groups())
+    points = [[point.split(",") for point in re.split("[ML]", path)[1:]] for path in paths]
+    return [[(float(x) * wide, float(y) * tall) for x, y in path] for path in points]
 
 
 class Addresses(HTMLParser):
@@ -132,7 +134,7 @@ def test_a_browser_draws_each_point_at_its_place_beside_the_labels(one, tmp_path
     for (const path of plot.querySelectorAll("path")) {
       const to = path.getScreenCTM();
       for (const [x, y] of pointsOf(path)) {
-        const at = new DOMPoint(x, y).matrixTransform(to);
+        const at = new DOMPoint(x / unitsOf(plot)[0], y / unitsOf(plot)[1]).matrixTransform(to);
         found.push([at.x - box.left, at.y - box.top]);
       }
     }

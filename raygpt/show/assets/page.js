@@ -25,8 +25,17 @@ for (const button of document.querySelectorAll(".legend button"))
 
 // ---- values under the pointer: one place on the x axis, in all charts
 
+/** The powers of ten by which a plot's coordinates are divided, for x and y. */
+const unitsOf = (plot) => plot.querySelector(".curves").dataset.units.split(" ").map(Number);
 /** The points of a path, [[x, y], …]: its coordinates are the data. */
-const pointsOf = (path) => (path.points ??= [...path.getAttribute("d").matchAll(/[ML]([^,]+),([^ML]+)/g)].map(([, x, y]) => [+x, +y]));
+const pointsOf = (path) => {
+  const [wide, tall] = unitsOf(path.closest(".plot"));
+  return (path.points ??= [...path.getAttribute("d").matchAll(/[ML]([^,]+),([^ML]+)/g)].map(([, x, y]) => [x * wide, y * tall]));
+};
+const boxOf = (plot) => {
+  const { x, y, width, height } = plot.querySelector(".curves").viewBox.baseVal, [wide, tall] = unitsOf(plot);
+  return { x: x * wide, y: y * tall, width: width * wide, height: height * tall };
+};
 const curvesOf = (plot) => [...plot.querySelectorAll(".curve:not([hidden])")];
 const nearest = (points, x) => points.reduce((best, next) => (Math.abs(next[0] - x) < Math.abs(best[0] - x) ? next : best));
 
@@ -43,7 +52,7 @@ function point(x, under) {
   for (const old of document.querySelectorAll(".hover, .tip")) old.remove();
   if (x === null) return;
   for (const chart of charts.filter(shown)) {
-    const plot = shown(chart), box = plot.querySelector(".curves").viewBox.baseVal, hover = draw(plot, "g", { class: "hover" });
+    const plot = shown(chart), box = boxOf(plot), hover = draw(plot, "g", { class: "hover" });
     const percent = (at) => `${(100 * (at - box.x)) / box.width}%`;
     draw(hover, "line", { x1: percent(x), x2: percent(x), y1: 0, y2: "100%" });
     const lines = [];
@@ -84,7 +93,7 @@ function tip(chart, share, title, lines) {
 for (const chart of charts) {
   chart.addEventListener("pointermove", (event) => {
     if (!shown(chart)) return; // no run has both this metric and this axis
-    const plot = shown(chart), place = plot.getBoundingClientRect(), box = plot.querySelector(".curves").viewBox.baseVal;
+    const plot = shown(chart), place = plot.getBoundingClientRect(), box = boxOf(plot);
     const share = (event.clientX - place.left) / place.width, x = box.x + share * box.width;
     const points = curvesOf(plot).flatMap(pointsOf);
     point(share < 0 || share > 1.001 || !points.length ? null : nearest(points, x)[0], chart);
