@@ -15,10 +15,10 @@ from raygpt.config import Recipe
 from raygpt.engines import engine_of
 from raygpt.engines.base import Engine
 from raygpt.errors import StorageError
+from raygpt.planning.split import split_batch
 from raygpt.runs import RECIPE
 from raygpt.training.events import BatchSplit
 from raygpt.training.loop import Loop
-from raygpt.training.plan import split_batch
 from raygpt.training.ray.metrics import RayMetrics
 from raygpt.training.ray.scaling import not_shared
 from raygpt.training.ray.session import RaySession
