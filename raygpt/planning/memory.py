@@ -15,6 +15,7 @@ from raygpt.engines.chunks import IN_PLACE_LOGITS, chunk_count, chunk_logits
 from raygpt.engines.padding import padded_vocab
 from raygpt.models import Description, Parameter, describe
 
+TPU_LANES = 128  # of its vector unit: an array's last axis takes a multiple
 LOGIT_BYTES = 10  # of a chunk without kernels: fp32, their exponentials, their gradient in 16 bits
 
 
@@ -98,16 +99,17 @@ class Kept:
     @classmethod
     def of(cls, recipe: Recipe, description: Description, devices: Devices, mesh: Mapping[str, int]) -> "Kept":
         """The stream before attention and MLP, and their norms; queries, keys, values and attention's result, before
-        and after norm and rotation, without JAX's kernels also a copy of each by heads; the MLP before and after its
-        activation."""
+        and after norm and rotation, by XLA on a GPU also a copy of each; the MLP before and after its activation."""
         model, sizes = recipe.model, description.sizes
         width, hidden = sizes["width"], sizes["hidden"] * (1 + model.has_gate)
         heads, kv_heads = (sizes[axis] * sizes["head"] for axis in ("heads", "kv_heads"))
-        copies = 1 + (recipe.engine == "jax" and not devices.fused)
+        by_heads = 1.0 + (recipe.engine == "jax" and not devices.fused)
+        if devices.platform == "tpu":
+            by_heads = -(-sizes["head"] // TPU_LANES) * TPU_LANES / sizes["head"]
         turned = heads + kv_heads if model.qk_norm or model.position == "rope" else 0
         # In units of activations: weights in their precision, and scores in fp32.
         scores = sizes["heads"] * model.context * (1 + 4 // devices.number_bytes) if devices.keeps_scores else 0
-        cut = 2 * copies * (heads + kv_heads) + turned + hidden + sizes["hidden"] + scores
+        cut = int(2 * by_heads * (heads + kv_heads)) + turned + hidden + sizes["hidden"] + scores
         products = heads + 2 * kv_heads + hidden  # of the linear layers, before biases
         inputs = 2 if devices.fused and not model.unlike_gpt2 else 1  # the stream; in GPT-2's kernels normed as well
         return cls(
