@@ -1,8 +1,9 @@
 """Other ways to run the same recipe: which of them fit, which are faster, and the fastest of all."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,6 +17,7 @@ from raygpt.planning.target import Target
 REMATS = ("none", "products", "blocks")
 LARGEST_TENSOR = 8  # devices: beyond a node its sums cost more than they save
 WORTH = 1.01  # times as fast: a smaller gain is within the plan's own error
+LEAN = 0.9  # of the memory: what saves less is not worth a word
 MOST = 3  # changes that are shown
 
 
@@ -30,15 +32,25 @@ class Change:
     def __str__(self) -> str:
         return " ".join(f"{key}={value}" for key, value in self.keys.items())
 
+    def write(self, file: str) -> str:
+        """The recipe with these keys, as a file that `raygpt train` takes."""
+        about = f"# {self.forecast.recipe.run.name} with {self}, the fastest of its plans on {self.forecast.target}.\n"
+        Path(file).write_text(about + self.forecast.recipe.to_yaml(), "utf-8")
+        return file
+
 
 def helpful_changes(now: Forecast) -> list[Change]:
-    """The changes that help most, of each kind the best: those that make it fit, or make it faster."""
-    kinds = (_meshes(now), _remats(now), _engines(now), _batches(now), _contexts(now))
+    """The changes that help most, of each kind the best: those that make it fit, or faster; then those that save most
+    memory, for a larger model or longer rows."""
+    kinds = [list(kind(now)) for kind in (_meshes, _remats, _engines, _batches, _contexts)]
     best = [found for kind in kinds if (found := _best(now, kind))]
-    return sorted(best, key=lambda change: (not change.is_same_run, -change.forecast.tokens_per_s))[:MOST]
+    best.sort(key=lambda change: (not change.is_same_run, -change.forecast.tokens_per_s))
+    lean = [min(kind, key=lambda change: change.forecast.memory.total) for kind in kinds if kind]
+    lean = [change for change in lean if change.forecast.memory.total < LEAN * now.memory.total and change not in best]
+    return [*best, *sorted(lean, key=lambda change: change.forecast.memory.total)][:MOST]
 
 
-def _best(now: Forecast, changes: Iterator[Change]) -> Change | None:
+def _best(now: Forecast, changes: Sequence[Change]) -> Change | None:
     fitting = [change for change in changes if change.forecast.fits]
     faster = [change for change in fitting if change.forecast.tokens_per_s > WORTH * now.tokens_per_s]
     return max(faster if now.fits else fitting, key=lambda change: change.forecast.tokens_per_s, default=None)
