@@ -135,6 +135,9 @@ def plan(
     ] = None,
     memory: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="Its memory.")] = None,
     bandwidth: Annotated[float | None, typer.Option(min=0, metavar="GB/S", help="Of that memory.")] = None,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Ask the compiler too: of a TPU slice, or of this machine's devices.")
+    ] = False,
     find: Annotated[
         bool, typer.Option("--find", help="Search mesh, remat and accumulation for the fastest, and write the recipe.")
     ] = False,
@@ -143,6 +146,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Say before a run whether it fits, how long it takes, what it costs, and which loss to expect."""
+    from raygpt.planning.compiler import ask_compiler
     from raygpt.planning.forecast import forecast
     from raygpt.planning.search import fastest, helpful_changes
     from raygpt.planning.target import parse_target
@@ -156,15 +160,25 @@ def plan(
         file = best.write(out.replace("NAME", str(loaded.run.name)))
         found = best.forecast
     changes = helpful_changes(found)
+    answer = ask_compiler(found) if compile_ else None
     if svg:
         planning.write_picture(svg, found.as_dict(price))
     if as_json:
         others = [{"keys": dict(change.keys), **change.forecast.as_dict(price)} for change in changes]
-        _print_json({**found.as_dict(price), "changes": others, **({"written": file} if find else {})})
+        _print_json(
+            {
+                **found.as_dict(price),
+                "changes": others,
+                **({"written": file} if find else {}),
+                **({"compiled": answer.as_dict()} if answer else {}),
+            }
+        )
         return
     if find:
         planning.show_found(best, file)
     planning.show_forecast(found, price, changes)
+    if answer:
+        planning.show_compiled(answer)
 
 
 @app.command()

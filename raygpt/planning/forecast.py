@@ -1,13 +1,15 @@
 """A recipe on a target: whether it fits, how fast it is, how long it takes, what it costs, and which loss comes out."""
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from raygpt.config import Recipe
 from raygpt.corpus.order import window_count
 from raygpt.engines.base import Devices
+from raygpt.engines.padding import padded_vocab
 from raygpt.errors import RaygptError
-from raygpt.models import describe
+from raygpt.models import Description, describe
 from raygpt.planning.corpus import Corpus, look_up
 from raygpt.planning.loss import Loss, expected_loss, size_of
 from raygpt.planning.memory import Memory, step_memory
@@ -35,6 +37,11 @@ class Forecast:
     parameters: int
     flops_per_token: int
     loss: Loss | None
+
+    @cached_property
+    def description(self) -> Description:
+        """Of the model, with the table padded as the engines have it."""
+        return describe(self.recipe.model, padded_vocab(self.corpus.vocab))
 
     @property
     def memory(self) -> Memory:

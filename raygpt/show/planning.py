@@ -12,6 +12,7 @@ from raygpt.show import chart
 from raygpt.show.console import out, show_notes, table_of
 
 if TYPE_CHECKING:
+    from raygpt.planning.compiler import Answer
     from raygpt.planning.forecast import Forecast
     from raygpt.planning.search import Change
 
@@ -110,17 +111,17 @@ def show_found(change: "Change", file: str) -> None:
     out.print(f"fastest that fits: [bold]{escape(str(change))}[/]\nwritten to {escape(file)}\n", soft_wrap=True)
 
 
-def show_compiled(rows: Sequence[Mapping[str, Any]], collectives: Sequence[Mapping[str, Any]], seconds: float) -> None:
+def show_compiled(answer: "Answer") -> None:
     """Where the plan and the compiler differ, and what the devices send."""
     table = Table("", "plan", "compiler", "", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for row in rows:
-        table.add_row(row["name"], row["plan"], row["compiler"], row["differs"])
-    out.print(f"\n[bold]by the compiler[/], after {duration(seconds)}")
+    for found in answer.differences:
+        table.add_row(*found.row.values())
+    out.print(f"\n[bold]by the compiler[/], after {duration(answer.seconds)}")
     out.print(table)
-    if collectives:
+    if answer.step.collectives:
         table = Table("exchange", "axis", "times", "bytes of a device", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for found in collectives:
-            table.add_row(found["kind"], found["axis"], f"{found['count']:,}", size(found["bytes"]))
+        for sent in answer.step.collectives:
+            table.add_row(sent.kind, sent.axis, f"{sent.count:,}", size(sent.bytes))
         out.print(table)
 
 
