@@ -124,11 +124,12 @@ class Forecast:
         }
 
 
-def forecast(recipe: Recipe, target: Target, corpus: Corpus | None = None) -> Forecast:
-    """The forecast of a recipe; its corpus is looked up beside its runs."""
+def forecast(recipe: Recipe, target: Target, corpus: Corpus | None = None, devices: Devices | None = None) -> Forecast:
+    """The forecast of a recipe. Its corpus is looked up beside its runs, and devices are what an engine would find,
+    unless they are given."""
     corpus = corpus or look_up(recipe.data, recipe.run.storage)
     known = _with_steps(recipe, corpus)
-    devices = devices_on(known, target)
+    devices = devices or devices_on(known, target)
     split, fits = _split(known, corpus.vocab, devices)
     mesh = known.cluster.mesh.over(devices.count)
     precision = precision_on(known, target)

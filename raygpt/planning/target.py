@@ -3,7 +3,7 @@
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -141,6 +141,15 @@ def devices_on(recipe: Recipe, target: Target) -> Devices:
         platform=device.platform,
         fused=is_jax and choices.kernels(*setup, scanned) == "fused",
     )
+
+
+def found_target(about: Mapping[str, str]) -> Target | None:
+    """The target that an engine's description of itself is of; None if its device is not in the table. All cores of a
+    machine are one device here."""
+    if about["device"] == "cpu":
+        return Target(this_cpu(), 1)
+    device = device_of(about["device"])
+    return Target(device, int(about["devices"])) if device else None
 
 
 def this_machine() -> Target:
