@@ -105,7 +105,8 @@ class Kept:
         heads, kv_heads = (sizes[axis] * sizes["head"] for axis in ("heads", "kv_heads"))
         by_heads = 1.0 + (recipe.engine == "jax" and not devices.fused)
         if devices.platform == "tpu":
-            by_heads = -(-sizes["head"] // TPU_LANES) * TPU_LANES / sizes["head"]
+            padded = -(-sizes["head"] // TPU_LANES) * TPU_LANES / sizes["head"]
+            by_heads = (3 + padded) / 4 if devices.keeps_scores else padded  # XLA turns all but the result
         turned = heads + kv_heads if model.qk_norm or model.position == "rope" else 0
         # In units of activations: weights in their precision, and scores in fp32.
         scores = sizes["heads"] * model.context * (1 + 4 // devices.number_bytes) if devices.keeps_scores else 0
