@@ -51,11 +51,11 @@ def compiled(
 ) -> dict[str, Any]:
     """One case: seconds to compile, GiB per chip."""
     settings = {
-        "model": {"preset": preset, "precision": "bf16"},
+        "model": {"preset": preset, "context": CONTEXT, "precision": "bf16"},
         "training": {"batch_tokens": ROWS * CONTEXT, "remat": remat},
         "cluster.mesh": {"data": 1, **mesh},
     }
-    recipe = load_recipe("tiny", settings)
+    recipe = load_recipe("gpt2-124m", settings)
     engine = JaxEngine(recipe, VOCAB, devices=devices, accumulation=accumulation)
     lowered, began = engine.lower_step(), time.monotonic()
     program = lowered.compile()

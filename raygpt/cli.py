@@ -121,6 +121,70 @@ def train(
 
 
 @app.command(context_settings=UNKNOWN_AS_KEYS)
+def plan(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What to change in it, as for train.")
+    ] = None,
+    on: Annotated[
+        str,
+        typer.Option(
+            metavar="TARGET", help="here, h200, 8xh100, 4x8xa100-80 (nodes × GPUs), v6e:4x4, 2*v5p:4x4x4 (slices)."
+        ),
+    ] = "here",
+    price: Annotated[float | None, typer.Option(min=0, help="Per device and hour, to say what the run costs.")] = None,
+    peak: Annotated[
+        float | None, typer.Option(min=0, metavar="TFLOPS", help="bf16 peak of a device that is not in the table.")
+    ] = None,
+    memory: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="Its memory.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(min=0, metavar="GB/S", help="Of that memory.")] = None,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Ask the compiler too: of a TPU slice, or of this machine's devices.")
+    ] = False,
+    find: Annotated[
+        bool, typer.Option("--find", help="Search mesh, remat and accumulation for the fastest, and write the recipe.")
+    ] = False,
+    out: Annotated[str, typer.Option(metavar="FILE", help="Where --find writes it.")] = "NAME-found.yaml",
+    svg: Annotated[str | None, typer.Option(metavar="FILE", help="Also draw memory and time by kind.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say before a run whether it fits, how long it takes, what it costs, and which loss to expect."""
+    from raygpt.planning.compiler import ask_compiler
+    from raygpt.planning.forecast import forecast
+    from raygpt.planning.search import fastest, helpful_changes
+    from raygpt.planning.target import parse_target
+    from raygpt.recipes import load_recipe
+    from raygpt.show import console, planning
+
+    loaded, target = load_recipe(recipe, overrides or [], console.note), parse_target(on, peak, memory, bandwidth)
+    found = forecast(loaded, target)
+    if find:
+        best = fastest(found.recipe, target, found.corpus)
+        file = best.write(out.replace("NAME", str(loaded.run.name)))
+        found = best.forecast
+    changes = helpful_changes(found)
+    answer = ask_compiler(found) if compile_ else None
+    if svg:
+        planning.write_picture(svg, found.as_dict(price))
+    if as_json:
+        others = [{"keys": dict(change.keys), **change.forecast.as_dict(price)} for change in changes]
+        _print_json(
+            {
+                **found.as_dict(price),
+                "changes": others,
+                **({"written": file} if find else {}),
+                **({"compiled": answer.as_dict()} if answer else {}),
+            }
+        )
+        return
+    if find:
+        planning.show_found(best, file)
+    planning.show_forecast(found, price, changes)
+    if answer:
+        planning.show_compiled(answer)
+
+
+@app.command(context_settings=UNKNOWN_AS_KEYS)
 def submit(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a YAML file.")],
     cluster: Annotated[str, typer.Option(metavar="ADDRESS", help="The cluster's dashboard, e.g. http://head:8265.")],

@@ -33,6 +33,14 @@ def duration(seconds: float) -> str:
     return f"{days} {'day' if days == 1 else 'days'} {clock}" if days else clock
 
 
+def time_span(seconds: float) -> str:
+    """A time in the unit that suits it: 0.4 s, 12 s, 3.5 min, 2.1 h, 4.9 days."""
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
 def number_text(value: float | None, form: str) -> str:
     """A number by a format such as '.4f', or a dash if there is none."""
     return "–" if value is None else format(value, form)

@@ -21,6 +21,8 @@ class Devices:
     memory_bytes: int  # of each
     number_bytes: int  # of an activation: 2 in bf16, 4 in fp32
     keeps_scores: bool  # attention's, [heads, context, context]; fused kernels do not
+    platform: str = "cpu"  # or gpu, tpu
+    fused: bool = False  # whether JAX computes with its own kernels
 
 
 @dataclass(frozen=True)

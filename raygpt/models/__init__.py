@@ -1,4 +1,4 @@
-"""A model's description, shared by both engines: parameters by name, axes, role and first values; FLOPs; memory.
+"""A model's description, shared by both engines: parameters by name, axes, role and first values; FLOPs.
 
 Imports config and NumPy only. An engine uses a `Description` and has no list of parameters of its own.
 """

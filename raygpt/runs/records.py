@@ -2,6 +2,7 @@
 
 samples.jsonl  {"step", "text"} a line, one for each evaluation; {"step", "prompt", "text"} for each of training.prompts
 about.json     engine, devices, processor, versions: those of the last start
+plan.json      what `raygpt plan` says of the run on these devices, and the most memory that was in use
 result.json    {"state", "why", "time"} of the last driver that ended by itself
 
 Each is written atomically, on a disk or in an object store, by the process that has the run's lock.
@@ -21,7 +22,7 @@ from raygpt import storage
 from raygpt.runs.metrics import complete_lines, content_of
 from raygpt.version import __version__
 
-SAMPLES, ABOUT, RESULT = "samples.jsonl", "about.json", "result.json"
+SAMPLES, ABOUT, PLAN, RESULT = "samples.jsonl", "about.json", "plan.json", "result.json"
 PACKAGES = ("ray", "jax", "torch", "numpy")
 
 
@@ -62,6 +63,23 @@ def write_about(run_folder: str, about: Mapping[str, str]) -> None:
 def read_about(run_folder: str) -> dict[str, Any]:
     """What the run last ran on; empty if that was not recorded."""
     return _read(run_folder, ABOUT) or {}
+
+
+def write_plan(run_folder: str, plan: Mapping[str, Any]) -> None:
+    """Record the plan of a run on the devices that it has."""
+    storage.write_json(storage.join(run_folder, PLAN), dict(plan))
+
+
+def write_peak(run_folder: str, peak_bytes: int) -> None:
+    """Add the most memory that was in use on a device to the plan, if there is one."""
+    plan = read_plan(run_folder)
+    if plan is not None:
+        write_plan(run_folder, {**plan, "peak_bytes": peak_bytes})
+
+
+def read_plan(run_folder: str) -> dict[str, Any] | None:
+    """The plan of the run's last start; None if there is none."""
+    return _read(run_folder, PLAN)
 
 
 def keep_sample(run_folder: str, step: int, *texts: str, prompts: Sequence[str] = ()) -> None:

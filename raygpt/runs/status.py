@@ -12,6 +12,7 @@ from raygpt.models import describe
 from raygpt.runs import RECIPE, OpenRun, checkpoints, open_run, records
 from raygpt.runs.lock import lock_owner
 from raygpt.runs.metrics import latest, restarts
+from raygpt.runs.planned import compare
 
 Facts = dict[str, Any]
 KEYS = ("step", "steps", "loss", "val_loss", "tokens_per_s", "mfu")
@@ -50,7 +51,7 @@ def status(run: OpenRun) -> Facts:
 
 
 def details(run: OpenRun) -> Facts:
-    """The same, and recipe, checkpoints, restarts, the last sample, what it ran on and its disk use."""
+    """The same, and recipe, checkpoints, restarts, the last sample, what it ran on, its plan and its disk use."""
     return {
         **status(run),
         "parameters": describe(run.recipe.model, run.tokenizer.vocab).count,
@@ -60,6 +61,8 @@ def details(run: OpenRun) -> Facts:
         "restarts": [{"step": line["step"], "time": line.get("time")} for line in restarts(run.metrics)],
         "sample": run.samples[-1] if run.samples else None,
         "about": run.about,
+        "plan": records.read_plan(run.folder),
+        "compared": str(compared) if (compared := compare(run.folder)) else None,
         "disk_bytes": sum(storage.files(run.folder).values()),
         "recipe": run.recipe.to_dict(),
     }

@@ -16,6 +16,7 @@ COLOURS = 6
 DASHES = ("", "6 3", "2 3")  # of runs 1 to 6, 7 to 12, 13 to 18, which share the colours
 DOTS = 60  # a curve with more points than this has no dots
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 320, 52, 24, 34, 40  # of a picture and its margins, in pixels
+BAR_HEIGHT = 24  # with the gap below it
 # A picture does not know the colour of the page around it: these are visible on light and on dark pages.
 PICTURE_COLOURS = ("#4c8dff", "#e8590c", "#12b886", "#cc5de8", "#c99700", "#868e96")
 
@@ -142,6 +143,43 @@ def picture(title: str, legend: Sequence[str], curves: Sequence[Curve], marks: S
         f'<text x="{WIDTH - RIGHT}" y="18" text-anchor="end">{names}</text>\n'
         f"{plot(title, 'step', frame_of(curves), curves, marks, size)}\n"
         f'<text x="{(WIDTH + LEFT - RIGHT) / 2:g}" y="{HEIGHT - 6}" text-anchor="middle">step</text>\n</svg>\n'
+    )
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A value by name, and as text."""
+
+    name: str
+    value: float
+    text: str
+
+
+def bar_rows(bars: Sequence[Bar]) -> str:
+    """An <svg> with a bar for each value, the longest over most of the width."""
+    most = max(bar.value for bar in bars)
+    lines = [
+        f'<text x="0" y="{BAR_HEIGHT * n + 15}">{escape(bar.name)}</text>'
+        f'<rect x="18%" y="{BAR_HEIGHT * n + 3}" width="{60 * bar.value / most:.2f}%" height="{BAR_HEIGHT - 8}" rx="2" '
+        f'style="fill:var(--c{n % COLOURS})"/>'
+        f'<text x="{19 + 60 * bar.value / most:.2f}%" y="{BAR_HEIGHT * n + 15}">{escape(bar.text)}</text>'
+        for n, bar in enumerate(bars)
+    ]
+    return f'<svg class="bars" width="100%" height="{BAR_HEIGHT * len(bars)}">{"".join(lines)}</svg>'
+
+
+def bar_picture(title: str, groups: Sequence[tuple[str, Sequence[Bar]]]) -> str:
+    """An SVG file that needs nothing else: groups of bars below each other, each with its title."""
+    colours = "".join(f"--c{n}:{colour};" for n, colour in enumerate(PICTURE_COLOURS))
+    body, top = [f'<text x="{LEFT}" y="18">{escape(title)}</text>'], TOP
+    for name, bars in groups:
+        body.append(f'<text x="{LEFT}" y="{top + 16}" font-weight="bold">{escape(name)}</text>')
+        body.append(f'<svg x="{LEFT}" y="{top + 26}" width="{WIDTH - LEFT - RIGHT}">{bar_rows(bars)}</svg>')
+        top += 44 + BAR_HEIGHT * len(bars)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" font-family="sans-serif" '
+        f'font-size="13">\n<title>{escape(title)}</title>\n'
+        f"<style>svg {{ {colours} }} text {{ fill:#868e96 }}</style>\n" + "\n".join(body) + "\n</svg>\n"
     )
 
 

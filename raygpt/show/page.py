@@ -12,7 +12,7 @@ from raygpt import __version__
 from raygpt.formatting import number_text, size, value_text
 from raygpt.recipes.explain import flat
 from raygpt.runs import OpenRun, status
-from raygpt.show import chart
+from raygpt.show import chart, planning
 from raygpt.show.curves import LOSSES, loss_curves, metric_curves, restart_marks
 
 SAMPLES = 4  # shown open; the others are collapsed
@@ -38,6 +38,7 @@ def page(runs: Sequence[OpenRun]) -> str:
         *_charts(runs),
         *(_differences(runs) if len(runs) > 1 else ()),
         *_samples(runs),
+        *_plans(details),
         *_checkpoints(details),
         *_recipes(runs),
         *_hardware(runs),
@@ -242,6 +243,18 @@ def spread(items: Sequence[Any], count: int) -> list[Any]:
     if len(items) <= count:
         return list(items)
     return [items[round(n * (len(items) - 1) / (count - 1))] for n in range(count)]
+
+
+def _plans(details: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What was planned of each run on its devices, by kind, and how the run compared."""
+    planned = [facts for facts in details if facts["plan"]]
+    if planned:
+        yield "<h2>Plan and run</h2>"
+    for facts in planned:
+        name = "" if len(details) == 1 else f"{escape(facts['name'])}: "
+        yield f"<p>{name}{escape(facts['compared'])}</p>"
+        for title, bars in planning.bars(facts["plan"]):
+            yield f'<div class="plan card"><h3>{title}</h3>{chart.bar_rows(bars)}</div>'
 
 
 def _checkpoints(details: Sequence[Mapping[str, Any]]) -> Iterator[str]:

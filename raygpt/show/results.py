@@ -246,6 +246,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if about:
         yield "ran on", escape(", ".join(f"{key} {value}" for key, value in about.items()))
         yield "versions", escape(", ".join(f"{name} {number}" for name, number in facts["about"]["versions"].items()))
+    if facts["compared"]:
+        yield "plan", facts["compared"]
     yield "disk use", size(facts["disk_bytes"])
 
 

@@ -9,6 +9,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from raygpt.formatting import duration
 from raygpt.runs import free_name
+from raygpt.runs.planned import compare
 from raygpt.show.console import clip, err, out, printable, program, relative_path, show_notes, table_of
 from raygpt.training.events import (
     BatchSplit,
@@ -162,6 +163,8 @@ def show_result(result: "Result", events: Sequence[Event]) -> None:
     _show_samples([event for event in events if isinstance(event, Sampled)])
     if len(losses) > 1:
         out.print(f"\nvalidation loss {losses[0]:.4f} at the start, {losses[-1]:.4f} at the end ({_fall(losses)})")
+    if compared := compare(result.path):
+        out.print(f"plan            {compared}", soft_wrap=True)
     out.print(f"run directory   {escape(folder)}\n\nTry next:", soft_wrap=True)
     for words in (
         f"generate {folder}",

@@ -18,12 +18,12 @@ import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 
 from raygpt.config import Model, Training  # noqa: E402
-from raygpt.engines import chunks  # noqa: E402
+from raygpt.engines import choices, chunks  # noqa: E402
 from raygpt.engines.jax import layers as layers_module  # noqa: E402
 from raygpt.engines.jax import model as model_module  # noqa: E402
 from raygpt.engines.jax.attention import xla  # noqa: E402
 from raygpt.engines.jax.devices import precision_on  # noqa: E402
-from raygpt.engines.jax.engine import JaxEngine, choose_compile  # noqa: E402
+from raygpt.engines.jax.engine import JaxEngine  # noqa: E402
 from raygpt.engines.jax.layers import dropout  # noqa: E402
 from raygpt.engines.jax.model import GPT, Layers  # noqa: E402
 from raygpt.engines.jax.optimizer import Optimizer  # noqa: E402
@@ -576,7 +576,7 @@ def test_precision_is_the_recipes_or_the_devices_best(wanted, device, chosen):
     ],
 )
 def test_layers_are_one_loop_where_the_recipe_or_the_device_wants_it(wanted, platform, layers, scanned):
-    assert choose_compile(wanted, Device(platform), layers) == scanned
+    assert choices.scans(wanted, platform, layers) == scanned
 
 
 def test_it_says_what_computes():

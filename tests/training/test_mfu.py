@@ -4,7 +4,8 @@ import pytest
 
 from raygpt.config import Model
 from raygpt.models import describe
-from raygpt.training.mfu import PEAK_FLOPS, mfu, peak_flops
+from raygpt.planning.devices import DEVICES, device_of
+from raygpt.training.mfu import mfu, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -40,8 +41,9 @@ def test_an_unknown_device_has_no_peak_and_no_mfu(device):
     assert mfu(1000.0, 10**9, device, 1) is None
 
 
-def test_every_name_of_the_table_finds_its_own_peak():
-    assert {name: peak_flops(name) for name in PEAK_FLOPS} == PEAK_FLOPS
+def test_every_name_of_the_table_finds_its_own_device():
+    for device in DEVICES.values():
+        assert {device_of(name) for name in device.reported} == {device}
 
 
 def test_mfu_on_an_h200_is_the_references_formula():

@@ -12,8 +12,8 @@ import ray
 import raygpt
 from raygpt.engines import for_gpus
 from raygpt.errors import RaygptError
+from raygpt.planning.split import PROCESS_BYTES, cpu_devices, split_batch
 from raygpt.recipes import check_part, load_recipe
-from raygpt.training.plan import PROCESS_BYTES, cpu_devices, split_batch
 from raygpt.training.ray import memory, scaling
 
 SCRIPT = Path(__file__).with_name("nodes.py")

@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from raygpt.config import Model
+from raygpt.engines import choices
+from raygpt.engines.jax.devices import name_of
 from raygpt.engines.jax.kernels import launch
 
 Array = jax.Array
@@ -106,7 +108,6 @@ def _on_each(mesh: Mesh, attention: Attention) -> Attention:
     return compute
 
 
-CONTEXT_MULTIPLE = 128  # the width of a TPU's vector unit, and of the largest of the Triton kernel's blocks
 LARGEST_BLOCK = 512  # whose scores, 1 MiB in fp32, fit into a core's fast memory beside the rest
 
 
@@ -161,21 +162,8 @@ class Cache(NamedTuple):
 def choose_attention(
     device: Any, dtype: Any, mesh: Mesh, model: Model, deterministic: bool = False
 ) -> tuple[Attention, str]:
-    """The kernel for a device and a model, and its name. A row that is split over the context axis needs XLA's."""
-    if mesh.shape["context"] == 1:
-        divides = model.context % CONTEXT_MULTIPLE == 0 and model.key_heads % mesh.shape["tensor"] == 0
-        if device.platform == "gpu" and _cudnn_can(float(device.compute_capability), dtype, model):
-            if not deterministic:
-                return cudnn, "cuDNN"
-            if divides and launch.triton is not None:
-                return triton(mesh), "Triton"
-        if device.platform == "tpu" and divides:
-            return splash(mesh), "Splash"
-    return xla, "XLA"
-
-
-def _cudnn_can(capability: float, dtype: Any, model: Model) -> bool:
-    """From Ampere on, in 16 bits, with heads of a multiple of 8 up to 128, on Hopper and later up to 256."""
-    size = model.size_of_head
-    fits = size % 8 == 0 and size <= (256 if capability >= 9 else 128)
-    return fits and capability >= 8 and dtype in (jnp.bfloat16, jnp.float16)
+    """The kernel for a device and a model, and its name."""
+    capability, precision = float(getattr(device, "compute_capability", 0)), name_of(dtype)
+    has_triton = launch.triton is not None
+    name = choices.attention(device.platform, capability, precision, mesh.shape, model, deterministic, has_triton)
+    return {"cuDNN": cudnn, "Triton": triton(mesh), "Splash": splash(mesh), "XLA": xla}[name], name

@@ -13,6 +13,11 @@ from raygpt.host import cores
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "fp64": jnp.float64}
 
 
+def name_of(dtype: Any) -> str:
+    """A dtype as recipes call it."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
 def use_all_cores() -> None:
     """Make each core of a CPU a device, as in training, unless XLA_FLAGS says how many there are. Call it before JAX
     looks for devices."""

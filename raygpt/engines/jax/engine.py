@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from raygpt.config import Recipe
-from raygpt.engines import base
+from raygpt.engines import base, choices
 from raygpt.engines.base import Devices, Positions, Weights
 from raygpt.engines.jax import processes, sharding
 from raygpt.engines.jax.attention import Cache, choose_attention
@@ -41,7 +41,6 @@ from raygpt.engines.spikes import Spikes
 from raygpt.host import cores, memory_for_work
 from raygpt.models import describe
 
-FEW_LAYERS = 6  # up to this many a CPU, too, compiles unrolled within seconds
 # Of each token's loss in fp16, not of their mean: no more than a few steps away from the right one.
 FIRST_SCALE = 2.0**10
 
@@ -52,21 +51,23 @@ def find_devices(recipe: Recipe) -> Devices:
         jax.config.update("jax_enable_x64", True)
     device, mesh = jax.local_devices()[0], sharding.make_mesh(recipe.cluster.mesh.sizes())
     dtype = DTYPES[precision_on(device, recipe.model.precision)]
-    _, kernel = choose_attention(device, dtype, mesh, recipe.model, recipe.training.deterministic)
-    return Devices(mesh.size, _memory(device), jnp.dtype(dtype).itemsize, keeps_scores=kernel == "XLA")
+    setup = device, dtype, mesh, recipe.model
+    _, kernel = choose_attention(*setup, recipe.training.deterministic)
+    layers = Layers(choices.scans(recipe.training.compile, device.platform, recipe.model.layers))
+    return Devices(
+        mesh.size,
+        _memory(device),
+        jnp.dtype(dtype).itemsize,
+        keeps_scores=kernel == "XLA",
+        platform=device.platform,
+        fused=choose_kernels(*setup, layers) == "fused",
+    )
 
 
 def _memory(device: Any) -> int:
     """Usable bytes of a device; for a CPU device an equal part of the host's."""
     stats = device.memory_stats() or {}
     return int(stats.get("bytes_limit") or memory_for_work() // max(cores(), jax.local_device_count()))
-
-
-def choose_compile(wanted: str, device: Any, layers: int) -> bool:
-    """Whether the layers are scanned. Unrolled they run faster, by 10 % on a CPU, but compile longer."""
-    if wanted != "auto":
-        return wanted == "scanned"
-    return device.platform == "tpu" or (device.platform == "cpu" and layers > FEW_LAYERS)
 
 
 class JaxEngine:
@@ -93,7 +94,7 @@ class JaxEngine:
         setup = self._device, self._dtype, self.mesh, recipe.model
         self._attention, self._attention_name = choose_attention(*setup, recipe.training.deterministic)
         self._optimizer = make_optimizer(recipe, self._description, self.mesh, self.precision)
-        scanned = choose_compile(recipe.training.compile, self._device, recipe.model.layers)
+        scanned = choices.scans(recipe.training.compile, self._device.platform, recipe.model.layers)
         self._layers = Layers(scanned, recipe.training.remat)
         self._kernels = kernels or choose_kernels(*setup, self._layers)  # `fused` or `plain`
 

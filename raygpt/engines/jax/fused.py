@@ -14,32 +14,24 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from raygpt.config import Model
-from raygpt.engines.chunks import chunk_count
+from raygpt.engines import choices
+from raygpt.engines.chunks import IN_PLACE_LOGITS, chunk_count
+from raygpt.engines.jax.devices import name_of
 from raygpt.engines.jax.embedding import embed, look_up
 from raygpt.engines.jax.kernels import add_norm, bias_gelu, cross_entropy, launch
-from raygpt.engines.jax.kernels.cross_entropy import CHUNK_LOGITS
-from raygpt.engines.jax.kernels.launch import LANES
 from raygpt.engines.jax.layers import Array, Parameters, Shared, block, dropout, norm, rotation
 from raygpt.engines.jax.model import Layers, blocks_of, unstack
 from raygpt.engines.jax.step import Forward, Losses
 from raygpt.models import value_table_of
 
 Norm = tuple[Array, Array]  # gain and bias
-TILE_ROWS = 16  # the most that a kernel takes at a time; a context of a multiple of it fits with any number of rows
 
 
 def choose_kernels(device: Any, dtype: Any, mesh: Mesh, model: Model, layers: Layers) -> str:
-    """`fused` where the kernels can compute and pay, `plain` elsewhere.
-
-    That is on NVIDIA from Ampere on, in bf16, with layers one after another, on a mesh that divides only rows, and
-    with a JAX that has Triton.
-    """
-    hardware = device.platform == "gpu" and float(device.compute_capability) >= 8 and launch.triton is not None
-    tiles = model.width % LANES == 0 and model.context % TILE_ROWS == 0
-    if model.unlike_gpt2:
-        tiles = not model.bias
-    whole = mesh.size == mesh.shape["data"]  # every device has all parameters
-    return "fused" if hardware and tiles and whole and dtype == jnp.bfloat16 and not layers.scanned else "plain"
+    """`fused` where the kernels can compute and pay, `plain` elsewhere."""
+    capability, has_triton = float(getattr(device, "compute_capability", 0)), launch.triton is not None
+    precision, scanned = name_of(dtype), layers.scanned
+    return choices.kernels(device.platform, capability, precision, mesh.shape, model, scanned, has_triton)
 
 
 def make_fused_losses(forward: Forward) -> Losses:
@@ -49,7 +41,7 @@ def make_fused_losses(forward: Forward) -> Losses:
     def own(parameters: Any, inputs: Array, targets: Array, weights: Array, keys: Array | None) -> tuple[Array, Array]:
         hidden_state = modern_hidden_state if forward.gpt.model.unlike_gpt2 else gpt2_hidden_state
         hidden, table = hidden_state(parameters, inputs, keys, forward), parameters[table_name]
-        chunks = chunk_count(targets.size, len(table), CHUNK_LOGITS)
+        chunks = chunk_count(targets.size, len(table), IN_PLACE_LOGITS)
         tokens = targets.reshape(-1), weights.reshape(-1)
         total, nll = cross_entropy(hidden, table, *tokens, forward.vocab, chunks, forward.gpt.model.softcap)
         return total[None], nll.reshape(targets.shape).sum(1)

@@ -47,7 +47,7 @@ def find_devices(recipe: Recipe) -> Devices:
     share = torch.get_num_threads() / cores()  # of a machine that several workers use
     memory = torch.cuda.get_device_properties(device).total_memory if cuda else int(memory_for_work() * share)
     number_bytes = DTYPES[choose_precision(recipe.model.precision, device)].itemsize
-    return Devices(process_count(), memory, number_bytes, keeps_scores=False)
+    return Devices(process_count(), memory, number_bytes, keeps_scores=False, platform="gpu" if cuda else "cpu")
 
 
 def set_up(recipe: Recipe | None = None) -> None:

@@ -10,19 +10,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raygpt.engines.base import Positions
-from raygpt.engines.chunks import chunk_count, chunk_logits
+from raygpt.engines.chunks import IN_PLACE_LOGITS, chunk_count, chunk_logits
 from raygpt.engines.torch.devices import accurate
 from raygpt.engines.torch.kernels import loss_and_gradient
 from raygpt.engines.torch.layers import full, logits, product
 from raygpt.engines.torch.model import GPT
 from raygpt.engines.torch.tensor_parallel import own_time
 
-TRAINING = 4  # times as many logits a chunk on a GPU: there they stay in 16 bits and are overwritten by their gradient
-
 
 def chunk_tokens(tokens: int, vocab: int, on_gpu: bool, training: bool = False) -> int:
     """Tokens in a chunk, all chunks having as many."""
-    limit = chunk_logits(vocab, not on_gpu) * (TRAINING if training and on_gpu else 1)
+    limit = IN_PLACE_LOGITS if training and on_gpu else chunk_logits(vocab, not on_gpu)
     return tokens // chunk_count(tokens, vocab, limit)
 
 

@@ -13,7 +13,7 @@ import ray
 from raygpt.config import Recipe
 from raygpt.errors import RaygptError
 from raygpt.host import cores, memory_for_work
-from raygpt.training.plan import cpu_devices, worker_bytes
+from raygpt.planning.split import cpu_devices, worker_bytes
 from raygpt.training.ray.scaling import Workers, alive_nodes, is_our_own, on_node
 
 Host = tuple[int, int]  # its cores, and the bytes that workers may use

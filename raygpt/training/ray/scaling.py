@@ -18,8 +18,8 @@ from raygpt.engines import for_gpus
 from raygpt.errors import RaygptError
 from raygpt.formatting import size
 from raygpt.host import cores, host_memory
+from raygpt.planning.split import PROCESS_BYTES
 from raygpt.ray_private import internal_kv_get, is_autoscaler_v2, worker
-from raygpt.training.plan import PROCESS_BYTES
 from raygpt.training.ray import runtime_env
 
 Accelerator = Literal["cpu", "gpu", "tpu"]

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import socket
 import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,20 @@ import ray.train
 
 from raygpt import storage
 from raygpt.config import Recipe
-from raygpt.engines import engine_of
+from raygpt.engines import devices_of, engine_of
 from raygpt.engines.base import Engine
-from raygpt.errors import StorageError
-from raygpt.runs import RECIPE
+from raygpt.errors import RaygptError, StorageError
+from raygpt.planning.corpus import Corpus
+from raygpt.planning.forecast import forecast
+from raygpt.planning.split import split_batch
+from raygpt.planning.target import found_target
+from raygpt.runs import RECIPE, records
 from raygpt.training.events import BatchSplit
 from raygpt.training.loop import Loop
-from raygpt.training.plan import split_batch
 from raygpt.training.ray.metrics import RayMetrics
 from raygpt.training.ray.scaling import not_shared
 from raygpt.training.ray.session import RaySession
-from raygpt.training.session import Session
+from raygpt.training.session import Session, write_or_warn
 from raygpt.training.task import Task
 from raygpt.training.tracking import start_tracking
 from raygpt.training.watchdog import Watchdog
@@ -41,8 +45,12 @@ def work(config: dict[str, Any]) -> None:
         others = {"Ray metrics": partial(RayMetrics, task.run_folder)}
         session.listen(start_tracking(task.recipe, task.run_folder, session.warn, others))
     engine = make_engine(task.recipe, task.tokenizer.vocab, session)
+    write_or_warn(session, "its plan", lambda: keep_plan(task, engine.describe()))
     try:
         Loop(task, engine, session).run()
+        if session.rank == 0:
+            with contextlib.suppress(OSError, RaygptError):
+                records.write_peak(task.run_folder, devices_of(task.recipe.engine).peak_bytes())
     except BaseException:
         session.fail()
         raise
@@ -62,6 +70,17 @@ def make_engine(recipe: Recipe, vocab: int, session: Session) -> Engine:
     session.emit(BatchSplit(str(split)))
     engine: Engine = module.Engine(recipe, vocab, accumulation=session.decide(lambda: split.accumulation))
     return engine
+
+
+def keep_plan(task: Task, about: Mapping[str, str]) -> None:
+    """Record what is to be expected of a run on the devices that an engine describes, if they are known."""
+    target = found_target(about)
+    if target:
+        home = task.run_folder.rstrip("/").rpartition("/")[0]
+        recipe = task.recipe.model_copy(update={"run": task.recipe.run.model_copy(update={"storage": home})})
+        corpus = Corpus(task.tokenizer.vocab, None, sum(map(len, task.val)))
+        devices = engine_of(task.recipe.engine).find_devices(task.recipe)
+        records.write_plan(task.run_folder, forecast(recipe, target, corpus, devices).as_dict())
 
 
 def log_to(run_folder: str, name: str) -> Path:

@@ -21,7 +21,6 @@ from raygpt.engines.jax.kernels.launch import LANES, Array, launch, triton
 from raygpt.engines.jax.logits import capped, scores
 
 F32 = jnp.float32
-CHUNK_LOGITS = 2**30  # 2 GiB in bf16. Fewer chunks read and write the table's gradient less often, 0.07 ms each
 # Two programs of 16 warps fit a multiprocessor: 264 tokens in flight, 26 MB, which an H200's L2 cache still holds.
 WARPS = 16  # a tile has LANES columns per warp
 UNROLL = 4  # tiles loaded at a time

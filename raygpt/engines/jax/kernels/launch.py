@@ -16,6 +16,8 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 
+from raygpt.engines import choices
+
 try:
     from jax.experimental.pallas import triton as _triton
 
@@ -24,7 +26,7 @@ except ImportError:  # JAX 0.11 announces its removal; without it the plain mode
     triton = None
 
 Array = jax.Array
-LANES = 256  # 32 threads of a warp times 8 bf16 values, 16 bytes
+LANES = choices.LANES  # 32 threads of a warp times 8 bf16 values, 16 bytes
 
 
 @dataclass(frozen=True)

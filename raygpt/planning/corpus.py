@@ -1,0 +1,83 @@
+"""What is known of a recipe's corpus before a run: from its token store, or assumed if it is not prepared yet."""
+
+import re
+from dataclasses import dataclass
+
+from raygpt import storage
+from raygpt.config import Data
+from raygpt.corpus.mixture import is_prepared, open_prepared
+from raygpt.corpus.sources import is_path, resolve
+from raygpt.corpus.store import INDEX, STORES, Index
+from raygpt.errors import RaygptError
+
+VOCABULARIES = {"gpt2": 50257, "bytes": 257, "char": 100}  # char: as many as an English text with some foreign letters
+# Bytes of English text that a token stands for, and times that a compression makes a text smaller.
+TOKEN_BYTES = {"gpt2": 4.4, "bytes": 1.0, "char": 1.0, "bpe": 3.5}
+COMPRESSION = {".gz": 2.7, ".xz": 3.6, ".zst": 3.2, "parquet": 1.7}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Its vocabulary and tokens, and what of them is assumed."""
+
+    vocab: int
+    train_tokens: int | None  # None: unknown
+    val_tokens: int | None
+    assumed: tuple[str, ...] = ()
+
+
+def look_up(data: Data, home: str) -> Corpus:
+    """The corpus of a recipe whose stores are below `home`; nothing is prepared or downloaded."""
+    found = [_index(part.source, data, home) for part in data.sources]
+    indexes = [index for index in found if index is not None]
+    if len(indexes) == len(found):
+        tokens = [sum(index.tokens(stream) for index in indexes) for stream in ("train", "val")]
+        return Corpus(max(index.vocab for index in indexes), tokens[0], tokens[1])
+    vocab, notes = _vocabulary(data.tokenizer), []
+    tokens_in = [_assumed_tokens(part.source, data) for part in data.sources]
+    known = [count for count in tokens_in if count is not None]
+    total = sum(known) if len(known) == len(tokens_in) else None
+    name = ", ".join(part.source for part in data.sources)
+    about = f"{total:,} tokens by its size" if total else "as many tokens as the run takes"
+    notes.append(f"{name} is not prepared: a vocabulary of {vocab:,} and {about} are assumed")
+    share = data.val if isinstance(data.val, float) else 0.0
+    val = int(total * share) if total and share else None
+    return Corpus(vocab, total and total - (val or 0), val, tuple(notes))
+
+
+def _index(source: str, data: Data, home: str) -> Index | None:
+    """Of the source's tokens, or of a store that was made from it."""
+    if is_path(source) and is_prepared(source):
+        return open_prepared(source, data.tokenizer).index
+    stores = storage.join(storage.absolute(home), STORES)
+    for name in sorted(storage.folders(stores)):
+        folder = storage.join(stores, name)
+        if storage.exists(storage.join(folder, INDEX)):
+            index = Index.read(folder)
+            if index.source == source and _could_be(index.vocab, data.tokenizer):
+                return index
+    return None
+
+
+def _could_be(vocab: int, tokenizer: str) -> bool:
+    """Whether a store with that vocabulary may have been made by a tokenizer: one that is trained may stay smaller."""
+    if trained := re.fullmatch(r"bpe:([0-9]+)", tokenizer):
+        return vocab <= int(trained[1])
+    return tokenizer not in ("gpt2", "bytes") or vocab == VOCABULARIES[tokenizer]
+
+
+def _vocabulary(tokenizer: str) -> int:
+    trained = re.fullmatch(r"bpe:([0-9]+)", tokenizer)
+    return int(trained[1]) if trained else VOCABULARIES.get(tokenizer, VOCABULARIES["gpt2"])
+
+
+def _assumed_tokens(source: str, data: Data) -> int | None:
+    """By the size of local files; None for a dataset that would have to be asked for."""
+    if data.limit or not (is_path(source) or source == "stdlib"):
+        return None
+    try:
+        files = resolve(source, data.column, digests=False).files
+    except RaygptError:
+        return None
+    size = sum(file.size * COMPRESSION.get(file.compression or file.format, 1.0) for file in files)
+    return int(size / TOKEN_BYTES.get(data.tokenizer.partition(":")[0], TOKEN_BYTES["gpt2"]))

@@ -1,0 +1,163 @@
+"""A recipe on a target: whether it fits, how fast it is, how long it takes, what it costs, and which loss comes out."""
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from raygpt.config import Recipe
+from raygpt.corpus.order import window_count
+from raygpt.engines.base import Devices
+from raygpt.engines.padding import padded_vocab
+from raygpt.errors import RaygptError
+from raygpt.models import Description, describe
+from raygpt.planning.corpus import Corpus, look_up
+from raygpt.planning.loss import Loss, expected_loss, size_of
+from raygpt.planning.memory import Memory, step_memory
+from raygpt.planning.split import Split, split_batch
+from raygpt.planning.step_time import StepTime, step_time
+from raygpt.planning.target import Target, devices_on, precision_on
+from raygpt.training.plan import in_steps
+
+START_S = 60.0  # Ray, compiling, the first batch
+CHECKPOINT_BANDWIDTH = 1e9  # bytes/s to a disk or an object store, assumed
+EVALUATED = 1 / 3  # of a step's time per token: a forward pass
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The numbers of a recipe on a target."""
+
+    recipe: Recipe  # with every length in steps
+    target: Target
+    corpus: Corpus
+    devices: Devices
+    split: Split
+    fits: bool
+    time: StepTime
+    parameters: int
+    flops_per_token: int
+    loss: Loss | None
+
+    @cached_property
+    def description(self) -> Description:
+        """Of the model, with the table padded as the engines have it."""
+        return describe(self.recipe.model, padded_vocab(self.corpus.vocab))
+
+    @property
+    def memory(self) -> Memory:
+        return self.split.memory
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return self.recipe.cluster.mesh.over(self.devices.count)
+
+    @property
+    def tokens(self) -> int:
+        return self.recipe.steps * self.recipe.training.batch_tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.recipe.training.batch_tokens / self.time.total
+
+    @property
+    def mfu(self) -> float:
+        """Of the bf16 peak, as `raygpt train` prints it."""
+        return self.tokens_per_s * self.flops_per_token / (self.target.device.peak * self.target.count)
+
+    @property
+    def evaluation_s(self) -> float:
+        """All validations of the run."""
+        training, val_tokens = self.recipe.training, self.corpus.val_tokens
+        rows = training.eval_rows or (val_tokens or 0) // self.recipe.model.context
+        count = 1 + self.recipe.steps // int(training.eval_every)
+        return count * rows * self.recipe.model.context * EVALUATED / self.tokens_per_s
+
+    @property
+    def run_s(self) -> float:
+        return START_S + self.recipe.steps * self.time.total + self.evaluation_s
+
+    def cost(self, price: float) -> float:
+        """At so much per device and hour."""
+        return price * self.target.count * self.run_s / 3600
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Parameters and the optimizer's averages, over all devices."""
+        mesh = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1}
+        whole = step_memory(self.recipe, self.corpus.vocab, self.devices, mesh, 1, 1)
+        return whole.parameters + whole.optimizer
+
+    @property
+    def checkpoint_s(self) -> float:
+        """Seconds to write one, in the background."""
+        return self.checkpoint_bytes / CHECKPOINT_BANDWIDTH
+
+    @property
+    def checkpoints(self) -> int:
+        return -(-self.recipe.steps // int(self.recipe.training.checkpoint_every))
+
+    def as_dict(self, price: float | None = None) -> dict[str, Any]:
+        """Everything as JSON values; bytes and seconds."""
+        return {
+            "target": str(self.target),
+            "device": {**asdict(self.target.device), "reported": list(self.target.device.reported)},
+            "engine": self.recipe.engine,
+            "fits": self.fits,
+            "memory": {**asdict(self.memory), "total": self.memory.total, "limit": self.devices.memory_bytes},
+            "mesh": self.mesh,
+            "micro_rows": self.split.micro_rows,
+            "accumulation": self.split.accumulation,
+            "step_s": {**asdict(self.time), "total": self.time.total},
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "parameters": self.parameters,
+            "steps": self.recipe.steps,
+            "tokens": self.tokens,
+            "tokens_per_parameter": self.tokens / self.parameters,
+            "run_s": self.run_s,
+            "cost": None if price is None else self.cost(price),
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "checkpoint_s": self.checkpoint_s,
+            "checkpoints": self.checkpoints,
+            "loss": asdict(self.loss) if self.loss else None,
+            "assumed": list(self.corpus.assumed),
+        }
+
+
+def forecast(recipe: Recipe, target: Target, corpus: Corpus | None = None, devices: Devices | None = None) -> Forecast:
+    """The forecast of a recipe. Its corpus is looked up beside its runs, and devices are what an engine would find,
+    unless they are given."""
+    corpus = corpus or look_up(recipe.data, recipe.run.storage)
+    known = _with_steps(recipe, corpus)
+    devices = devices or devices_on(known, target)
+    split, fits = _split(known, corpus.vocab, devices)
+    mesh = known.cluster.mesh.over(devices.count)
+    precision = precision_on(known, target)
+    seconds = step_time(known, corpus.vocab, devices, target, mesh, split.micro_rows, split.accumulation, precision)
+    description = describe(known.model, corpus.vocab)
+    tokens = known.steps * known.training.batch_tokens
+    loss = expected_loss(known, size_of(description), tokens)
+    return Forecast(
+        known, target, corpus, devices, split, fits, seconds, description.count, description.flops_per_token, loss
+    )
+
+
+def _split(recipe: Recipe, vocab: int, devices: Devices) -> tuple[Split, bool]:
+    """As training would split the batch; if nothing fits, one row at a time, or as the recipe says."""
+    try:
+        split = split_batch(recipe, vocab, devices)
+        return split, split.memory_bytes <= devices.memory_bytes
+    except RaygptError:
+        mesh = recipe.cluster.mesh.over(devices.count)  # raises itself if that is what was wrong
+    across = mesh["data"] * mesh["fsdp"]
+    rows_each = -(-recipe.rows // across)
+    accumulation = recipe.training.accumulation or rows_each
+    rows = -(-rows_each // accumulation)
+    memory = step_memory(recipe, vocab, devices, mesh, rows, accumulation)
+    return Split(recipe.rows, rows * across, accumulation, devices.count, memory), False
+
+
+def _with_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
+    if corpus.train_tokens is None and (key := recipe.training.in_epochs):
+        raise RaygptError(f"{key}: its corpus is not prepared, so its length is unknown; write training.steps=N")
+    return in_steps(recipe, window_count(corpus.train_tokens or 10**12, recipe.model.context))

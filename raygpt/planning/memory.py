@@ -1,0 +1,152 @@
+"""Bytes that a training step needs on a device, by kind, at the moment when it needs most.
+
+There are three such moments: when the loss is computed and what all layers keep for the backward pass is there; with
+recomputation, when that has the activations of one layer again; and when the optimizer has all gradients. `Kept` counts
+what layers keep, in numbers per token. docs/plan.md says how far measured peaks are from these estimates.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+
+from raygpt.config import Recipe
+from raygpt.engines.base import Devices
+from raygpt.engines.chunks import IN_PLACE_LOGITS, chunk_count, chunk_logits
+from raygpt.engines.padding import padded_vocab
+from raygpt.models import Description, Parameter, describe
+
+TPU_LANES = 128  # of its vector unit: an array's last axis takes a multiple
+LOGIT_BYTES = 10  # of a chunk without kernels: fp32, their exponentials, their gradient in 16 bits
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each device."""
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    activations: int
+    logits: int
+    workspace: int  # 16-bit copies of parameters, gathered shards, what the optimizer needs while it works
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+
+def step_memory(
+    recipe: Recipe, vocab: int, devices: Devices, mesh: Mapping[str, int], rows: int, accumulation: int
+) -> Memory:
+    """Of a step whose micro-batches have so many rows on each group of devices with different rows."""
+    description = describe(recipe.model, padded_vocab(vocab))
+    shards = Shards(description, mesh)
+    state = 4 * shards.own, sum(4 * shards.count(p) * _slots(p, recipe) for p in description.parameters)
+    gradients = 4 * shards.own
+    tokens = rows * recipe.model.context // mesh["context"]
+    logits = logits_bytes(description, recipe.engine, devices, mesh, tokens)
+    kept, again = Kept.of(recipe, description, devices, mesh).bytes_per_token(recipe.training.remat)
+    summed = gradients if accumulation > 1 else 0
+    if devices.platform == "cpu":  # where buffers are freed late
+        return Memory(*state, gradients + summed, tokens * (kept + again), logits, gradients)
+    copies = shards.gathered(devices.number_bytes)
+    loss = Memory(*state, summed, tokens * kept, logits, copies)
+    backward = Memory(*state, gradients + summed, tokens * (kept + again), 0, copies) if again else loss
+    update = Memory(*state, gradients + summed, 0, 0, _update_bytes(recipe, description, shards))
+    return max(loss, backward, update, key=lambda memory: memory.total)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The parameters of a model on each device of a mesh."""
+
+    description: Description
+    mesh: Mapping[str, int]
+
+    def count(self, parameter: Parameter, axes: tuple[str, ...] = ("fsdp", "tensor")) -> int:
+        """Numbers of a parameter on each device if it is sharded along these axes; one that does not divide is not."""
+        shape = self.description.shapes[parameter.name]
+        cut = [self.mesh[axis] if axis in axes else 1 for axis in parameter.mesh_axes]
+        return prod(size // by if size % by == 0 else size for size, by in zip(shape, cut, strict=True))
+
+    @property
+    def own(self) -> int:
+        return sum(self.count(parameter) for parameter in self.description.parameters)
+
+    def gathered(self, number_bytes: int) -> int:
+        """Bytes of the copies that are computed with: rounded ones of all parameters; if those are sharded, of the
+        token tables and two layers, and the sum of the output table's gradient."""
+        if self.mesh["fsdp"] == 1:
+            return self.own * number_bytes if number_bytes < 4 else 0
+        layers = self.description.sizes["layer"]
+        whole = {p.name: self.count(p, ("tensor",)) for p in self.description.parameters}
+        tables = sum(count for p in self.description.parameters if "vocabulary" in p.axes for count in [whole[p.name]])
+        two_layers = 2 * sum(whole[p.name] for p in self.description.parameters if p.is_stacked) // layers
+        return (tables + two_layers) * number_bytes + 4 * whole[self.description.output_table]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Numbers that are kept of each token on a device, by what recomputation leaves of a layer."""
+
+    layers: int
+    everything: int  # of a layer
+    products: int
+    blocks: int
+    beside: int  # of no layer: the last hidden state, gradients on their way back
+    number_bytes: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, description: Description, devices: Devices, mesh: Mapping[str, int]) -> "Kept":
+        """The stream before attention and MLP, and their norms; queries, keys, values and attention's result, before
+        and after norm and rotation, by XLA on a GPU also a copy of each; the MLP before and after its activation."""
+        model, sizes = recipe.model, description.sizes
+        width, hidden = sizes["width"], sizes["hidden"] * (1 + model.has_gate)
+        heads, kv_heads = (sizes[axis] * sizes["head"] for axis in ("heads", "kv_heads"))
+        by_heads = 1.0 + (recipe.engine == "jax" and not devices.fused)
+        if devices.platform == "tpu":
+            padded = -(-sizes["head"] // TPU_LANES) * TPU_LANES / sizes["head"]
+            by_heads = (3 + padded) / 4 if devices.keeps_scores else padded  # XLA turns all but the result
+        turned = heads + kv_heads if model.qk_norm or model.position == "rope" else 0
+        # In units of activations: weights in their precision, and scores in fp32.
+        scores = sizes["heads"] * model.context * (1 + 4 // devices.number_bytes) if devices.keeps_scores else 0
+        cut = int(2 * by_heads * (heads + kv_heads)) + turned + hidden + sizes["hidden"] + scores
+        products = heads + 2 * kv_heads + hidden  # of the linear layers, before biases
+        inputs = 2 if devices.fused and not model.unlike_gpt2 else 1  # the stream; in GPT-2's kernels normed as well
+        return cls(
+            sizes["layer"],
+            4 * width + cut // mesh["tensor"],
+            (2 + inputs) * width + products // mesh["tensor"],
+            inputs * width,
+            2 * sizes["hidden"] // mesh["tensor"],
+            devices.number_bytes,
+        )
+
+    def bytes_per_token(self, remat: str) -> tuple[int, int]:
+        """Those kept of all layers, and those of the one layer that is computed again."""
+        kept = {"none": self.everything, "products": self.products, "blocks": self.blocks}[remat]
+        again = 0 if remat == "none" else self.everything
+        return (self.layers * kept + self.beside) * self.number_bytes, again * self.number_bytes
+
+
+def logits_bytes(description: Description, engine: str, devices: Devices, mesh: Mapping[str, int], tokens: int) -> int:
+    """Of one chunk: kernels keep 16-bit logits, JAX's beside their gradient; elsewhere they are fp32."""
+    columns = description.sizes["vocabulary"] // mesh["tensor"]
+    in_place = devices.platform == "gpu" and (devices.fused or engine == "torch")
+    limit = IN_PLACE_LOGITS if in_place else chunk_logits(columns, on_cpu=devices.platform == "cpu")
+    chunk = tokens * columns // chunk_count(tokens, columns, limit)
+    return chunk * (
+        (2 * devices.number_bytes if engine == "jax" else devices.number_bytes) if in_place else LOGIT_BYTES
+    )
+
+
+def _slots(parameter: Parameter, recipe: Recipe) -> int:
+    """Averages that the optimizer keeps of a parameter: AdamW two, Muon one of a matrix."""
+    return 1 if recipe.optimizer.kind == "muon" and parameter.role == "matrix" else 2
+
+
+def _update_bytes(recipe: Recipe, description: Description, shards: Shards) -> int:
+    """What Muon needs while it makes matrices orthogonal: directions in fp32, and four 16-bit copies of them."""
+    if recipe.optimizer.kind != "muon":
+        return 0
+    return 12 * sum(shards.count(p) for p in description.parameters if p.role == "matrix")

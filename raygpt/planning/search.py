@@ -1,0 +1,161 @@
+"""Other ways to run the same recipe: which of them fit, which are faster, and the fastest of all."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from raygpt.config import Recipe
+from raygpt.errors import RaygptError
+from raygpt.planning.corpus import Corpus
+from raygpt.planning.forecast import Forecast, forecast
+from raygpt.planning.target import Target
+
+REMATS = ("none", "products", "blocks")
+LARGEST_TENSOR = 8  # devices: beyond a node its sums cost more than they save
+WORTH = 1.01  # times as fast: a smaller gain is within the plan's own error
+LEAN = 0.9  # of the memory: what saves less is not worth a word
+MOST = 3  # changes that are shown
+
+
+@dataclass(frozen=True)
+class Change:
+    """Keys to change, and what then is to be expected."""
+
+    keys: Mapping[str, Any]
+    forecast: Forecast
+    is_same_run: bool  # whether the losses stay as they are
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.keys.items())
+
+    def write(self, file: str) -> str:
+        """The recipe with these keys, as a file that `raygpt train` takes."""
+        about = f"# {self.forecast.recipe.run.name} with {self}, the fastest of its plans on {self.forecast.target}.\n"
+        Path(file).write_text(about + self.forecast.recipe.to_yaml(), "utf-8")
+        return file
+
+
+def helpful_changes(now: Forecast) -> list[Change]:
+    """The changes that help most, of each kind the best: those that make it fit, or faster; then those that save most
+    memory, for a larger model or longer rows."""
+    kinds = [list(kind(now)) for kind in (_meshes, _remats, _engines, _batches, _contexts)]
+    best = [found for kind in kinds if (found := _best(now, kind))]
+    best.sort(key=lambda change: (not change.is_same_run, -change.forecast.tokens_per_s))
+    lean = [min(kind, key=lambda change: change.forecast.memory.total) for kind in kinds if kind]
+    lean = [change for change in lean if change.forecast.memory.total < LEAN * now.memory.total and change not in best]
+    return [*best, *sorted(lean, key=lambda change: change.forecast.memory.total)][:MOST]
+
+
+def _best(now: Forecast, changes: Sequence[Change]) -> Change | None:
+    fitting = [change for change in changes if change.forecast.fits]
+    faster = [change for change in fitting if change.forecast.tokens_per_s > WORTH * now.tokens_per_s]
+    return max(faster if now.fits else fitting, key=lambda change: change.forecast.tokens_per_s, default=None)
+
+
+def fastest(recipe: Recipe, target: Target, corpus: Corpus) -> Change:
+    """The mesh, recomputation and accumulation with which a recipe is fastest on a target; refuses if none fits."""
+    found = [
+        change
+        for mesh in meshes(recipe, target)
+        for remat in REMATS
+        if (change := _change(recipe, target, corpus, {**_mesh_keys(mesh), "training.remat": remat}))
+    ]
+    fitting = [change for change in found if change.forecast.fits]
+    if not fitting:
+        least = min((change.forecast.memory.total for change in found), default=0)
+        raise RaygptError(
+            f"--find: no mesh and no recomputation fits on {target}, the least needs {least / 2**30:.1f} GiB of "
+            f"{found[0].forecast.devices.memory_bytes / 2**30:.1f}; name more devices, or a smaller model"
+        )
+    best = max(fitting, key=lambda change: change.forecast.tokens_per_s)
+    split = best.forecast.split.accumulation
+    again = _change(recipe, target, corpus, {**best.keys, "training.accumulation": split})
+    return again or best
+
+
+def meshes(recipe: Recipe, target: Target) -> Iterator[dict[str, int]]:
+    """Every way to arrange the target's devices that divides the model."""
+    count = target.count
+    for tensor in _divisors(min(count, LARGEST_TENSOR)):
+        for context in _divisors(count // tensor) if recipe.engine == "jax" and count % tensor == 0 else [1]:
+            rest = count // (tensor * context)
+            if tensor * context * rest == count and recipe.model.context % (128 * context) == 0:
+                for fsdp in _divisors(rest):
+                    yield {"data": rest // fsdp, "fsdp": fsdp, "tensor": tensor, "context": context}
+
+
+def _divisors(count: int) -> list[int]:
+    return [number for number in range(1, count + 1) if count % number == 0]
+
+
+def _mesh_keys(mesh: Mapping[str, int]) -> dict[str, Any]:
+    return {f"cluster.mesh.{axis}": size for axis, size in mesh.items()}
+
+
+def _changed(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe | None:
+    """The recipe with these keys; None if they do not fit each other."""
+    values = recipe.to_dict()
+    for key, value in keys.items():
+        *parents, last = key.split(".")
+        part = values
+        for parent in parents:
+            part = part[parent]
+        part[last] = value
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError:
+        return None
+
+
+def _change(
+    recipe: Recipe, target: Target, corpus: Corpus, keys: Mapping[str, Any], is_same_run: bool = True
+) -> Change | None:
+    changed = _changed(recipe, keys)
+    try:
+        return Change(keys, forecast(changed, target, corpus), is_same_run) if changed else None
+    except RaygptError:  # such as an engine that does not know the device
+        return None
+
+
+def _changes(now: Forecast, every: Iterator[dict[str, Any]], is_same_run: bool = True) -> Iterator[Change]:
+    for keys in every:
+        found = _change(now.recipe, now.target, now.corpus, keys, is_same_run)
+        if found:
+            yield found
+
+
+def _meshes(now: Forecast) -> Iterator[Change]:
+    if prod(now.mesh.values()) > 1 and now.target.count > 1:
+        others = (mesh for mesh in meshes(now.recipe, now.target) if mesh != now.mesh)
+        yield from _changes(now, (_without_ones(mesh) for mesh in others))
+
+
+def _without_ones(mesh: Mapping[str, int]) -> dict[str, Any]:
+    return {key: size for key, size in _mesh_keys(mesh).items() if size > 1 or key.endswith("data")}
+
+
+def _remats(now: Forecast) -> Iterator[Change]:
+    others = (remat for remat in REMATS if remat != now.recipe.training.remat)
+    yield from _changes(now, ({"training.remat": remat} for remat in others))
+
+
+def _engines(now: Forecast) -> Iterator[Change]:
+    other = {"jax": "torch", "torch": "jax"}[now.recipe.engine]
+    yield from _changes(now, iter([{"engine": other}]))
+
+
+def _batches(now: Forecast) -> Iterator[Change]:
+    """Twice the batch in half the steps: fewer updates and exchanges for the same tokens."""
+    training = now.recipe.training
+    keys = {"training.batch_tokens": 2 * training.batch_tokens, "training.steps": max(1, now.recipe.steps // 2)}
+    yield from _changes(now, iter([keys]), is_same_run=False)
+
+
+def _contexts(now: Forecast) -> Iterator[Change]:
+    context = now.recipe.model.context
+    if context >= 256 and context % 2 == 0:
+        yield from _changes(now, iter([{"model.context": context // 2}]), is_same_run=False)

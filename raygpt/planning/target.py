@@ -1,0 +1,192 @@
+"""The hardware that a plan is for: `h200`, `8xh100`, `4x8xa100-80`, `v6e:4x4`, `2*v5p:4x4x4`, or this machine."""
+
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from raygpt.config import Recipe
+from raygpt.engines import choices
+from raygpt.engines.base import Devices
+from raygpt.engines.precision import choose_precision
+from raygpt.errors import RaygptError
+from raygpt.host import cores, memory_for_work
+from raygpt.planning.devices import ALIASES, DEVICES, GB, GIB, TERA, Device, device_of
+from raygpt.planning.split import NUMBER_BYTES, cpu_devices
+
+HERE = "here"
+DIMENSIONS = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}
+ASK_DRIVER_S = 10.0
+PRODUCT, REPEATS = 768, 3  # of the matrices by which a CPU's speed is measured: 0.05 s on two cores
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices of one kind: `count` of them in `groups` nodes or slices, between which they send over the network."""
+
+    device: Device
+    count: int
+    groups: int = 1
+    name: str = HERE
+
+    @property
+    def per_group(self) -> int:
+        return self.count // self.groups
+
+    def __str__(self) -> str:
+        nodes = (
+            "" if self.groups == 1 else f" in {self.groups} {'slices' if self.device.platform == 'tpu' else 'nodes'}"
+        )
+        return f"{self.count} × {self.device.name}{nodes}"
+
+
+def parse_target(
+    text: str, peak: float | None = None, memory: float | None = None, bandwidth: float | None = None
+) -> Target:
+    """The target that a text names; `peak` (TFLOP/s), `memory` (GiB) and `bandwidth` (GB/s) describe a device that is
+    not in the table, or replace what the table says."""
+    if text == HERE:
+        return _described(this_machine(), peak, memory, bandwidth)
+    slices = re.fullmatch(r"(?:([0-9]+)\*)?([a-z0-9]+):([0-9]+(?:x[0-9]+)*)", text.lower())
+    gpus = re.fullmatch(r"(?:([0-9]+)x)?(?:([0-9]+)x)?([a-z][a-z0-9-]*|[0-9]{4})", text.lower())
+    if slices:
+        count, name, topology = int(slices[1] or 1), slices[2], [int(size) for size in slices[3].split("x")]
+        device = _device(name, text, peak, memory, bandwidth)
+        _check_slice(device, topology, text)
+        target = Target(device, count * prod(topology), count, text)
+    elif gpus:
+        numbers = [int(number) for number in gpus.groups()[:2] if number]
+        device = _device(gpus[3], text, peak, memory, bandwidth)
+        if device.platform == "tpu":
+            example = "x".join(["4"] * DIMENSIONS.get(device.name, 2))
+            raise RaygptError(f"--on {text}: a TPU needs its slice; write e.g. --on {device.name}:{example}")
+        target = _nodes(device, numbers, text)
+    else:
+        raise RaygptError(f"--on {text}: is no target; write e.g. h200, 8xh100, 4x8xa100-80, v6e:4x4 or 2*v5p:4x4x4")
+    if not target.count:
+        raise RaygptError(f"--on {text}: has no devices; write e.g. --on 8x{device.name}")
+    return target
+
+
+def _device(name: str, text: str, peak: float | None, memory: float | None, bandwidth: float | None) -> Device:
+    name = ALIASES.get(name, name)
+    if name in DEVICES:
+        return _described(Target(DEVICES[name], 1), peak, memory, bandwidth).device
+    if peak is None or memory is None or bandwidth is None:
+        raise RaygptError(
+            f"--on {text}: {name} is not one of {', '.join(DEVICES)}; describe it by --peak TFLOPS --memory GIB "
+            "--bandwidth GB/S"
+        )
+    unknown = Device(name, "gpu", 0, 0, 0, 0, 32 * GB, 6 * GB, "the command line", (), 8.0)
+    return _described(Target(unknown, 1), peak, memory, bandwidth).device
+
+
+def _described(target: Target, peak: float | None, memory: float | None, bandwidth: float | None) -> Target:
+    """The target with what the command line says of its device."""
+    device = target.device
+    if peak is not None:
+        device = replace(device, peak=peak * TERA, fp32=peak * TERA / 2, source="the command line")
+    if memory is not None:
+        device = replace(device, memory=int(memory * GIB), source="the command line")
+    if bandwidth is not None:
+        device = replace(device, bandwidth=bandwidth * GB, source="the command line")
+    return replace(target, device=device)
+
+
+def _check_slice(device: Device, topology: list[int], text: str) -> None:
+    if device.platform != "tpu":
+        raise RaygptError(f"--on {text}: only TPUs come in slices; write e.g. --on {prod(topology)}x{device.name}")
+    wanted = DIMENSIONS.get(device.name, len(topology))
+    if len(topology) != wanted:
+        example = "x".join(["4"] * wanted)
+        raise RaygptError(
+            f"--on {text}: a slice of {device.name} has {wanted} sides; write e.g. {device.name}:{example}"
+        )
+
+
+def _nodes(device: Device, numbers: list[int], text: str) -> Target:
+    """[8] is one node of 8, [4, 8] four of them."""
+    nodes, each = [1, 1, *numbers][-2:]
+    if each > device.per_node:
+        fitting = f"{-(-each // device.per_node)}x{device.per_node}x{device.name}"
+        raise RaygptError(f"--on {text}: a node has at most {device.per_node} GPUs; write e.g. --on {fitting}")
+    return Target(device, nodes * each, nodes, text)
+
+
+def precision_on(recipe: Recipe, target: Target) -> str:
+    """The precision of the arithmetic."""
+    return choose_precision(recipe.model.precision, target.device.platform, target.device.capability)
+
+
+def devices_on(recipe: Recipe, target: Target) -> Devices:
+    """What an engine would find on a target."""
+    device, training = target.device, recipe.training
+    if device.platform == "cpu":
+        return cpu_devices(recipe, 1, 1, cores(), device.memory)
+    if device.platform == "tpu" and recipe.engine == "torch":
+        raise RaygptError(f"--on {target.name}: engine torch knows no TPU; write engine=jax")
+    precision, mesh = precision_on(recipe, target), recipe.cluster.mesh.over(target.count)
+    setup = device.platform, device.capability, precision, mesh, recipe.model
+    is_jax = recipe.engine == "jax"
+    scanned = choices.scans(training.compile, device.platform, recipe.model.layers)
+    return Devices(
+        target.count,
+        device.usable_memory(recipe.engine),
+        NUMBER_BYTES[precision],
+        keeps_scores=is_jax and choices.attention(*setup, training.deterministic) == "XLA",
+        platform=device.platform,
+        fused=is_jax and choices.kernels(*setup, scanned) == "fused",
+    )
+
+
+def found_target(about: Mapping[str, str]) -> Target | None:
+    """The target that an engine's description of itself is of; None if its device is not in the table. All cores of a
+    machine are one device here."""
+    if about["device"] == "cpu":
+        return Target(this_cpu(), 1)
+    device = device_of(about["device"])
+    return Target(device, int(about["devices"])) if device else None
+
+
+def this_machine() -> Target:
+    """The GPUs that NVIDIA's driver reports, or the CPU's cores with the speed that they have now."""
+    gpus = _reported_gpus()
+    if not gpus:
+        return Target(this_cpu(), 1)
+    name, mebibytes = gpus[0].rsplit(",", 1)
+    device = device_of(name.strip())
+    if device is None:
+        raise RaygptError(f"{name} is not in the table of devices; describe it by --peak TFLOPS --bandwidth GB/S")
+    return Target(replace(device, memory=int(mebibytes) * 2**20), len(gpus))
+
+
+def _reported_gpus() -> list[str]:
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_DRIVER_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def this_cpu() -> Device:
+    """All cores of this machine as one device, measured by NumPy: a product and a copy, the best of a few."""
+    ones = np.ones((PRODUCT, PRODUCT), np.float32)
+    copied = np.empty(2**23, np.float32)
+    peak = 2 * PRODUCT**3 / _best_time(lambda: ones @ ones)
+    bandwidth = 2 * copied.nbytes / _best_time(copied.copy)
+    source = f"measured here on {cores()} cores by NumPy"
+    return Device("cpu", "cpu", peak, peak, memory_for_work(), bandwidth, bandwidth, GB, source, ("cpu",), 0.0, 1)
+
+
+def _best_time(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(REPEATS + 1):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return min(times[1:])

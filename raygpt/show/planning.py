@@ -1,0 +1,141 @@
+"""Console output and picture of `raygpt plan`."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from raygpt import storage
+from raygpt.formatting import size, time_span
+from raygpt.show import chart
+from raygpt.show.console import out, show_notes, table_of
+
+if TYPE_CHECKING:
+    from raygpt.planning.compiler import Answer
+    from raygpt.planning.forecast import Forecast
+    from raygpt.planning.search import Change
+
+BAR = 30  # characters of the longest
+MEMORY = "memory of each device"
+TIME = "time of a step"
+
+
+def show_forecast(plan: "Forecast", price: float | None, changes: Sequence["Change"]) -> None:
+    """Everything that a plan says, in 80 columns."""
+    out.print(f"[bold]{escape(str(plan.recipe.run.name))} on {escape(str(plan.target))}[/]", soft_wrap=True)
+    out.print(table_of(_facts(plan, price)))
+    _show_kinds(MEMORY, memory_kinds(plan.as_dict()), size)
+    _show_kinds(TIME, time_kinds(plan.as_dict()), lambda seconds: f"{1e3 * seconds:,.1f} ms")
+    _show_changes(plan, changes)
+    show_notes(plan.corpus.assumed)
+
+
+def memory_kinds(plan: Mapping[str, Any]) -> dict[str, float]:
+    """Kind -> bytes, of a plan as JSON."""
+    return {kind: count for kind, count in plan["memory"].items() if kind not in ("total", "limit")}
+
+
+def time_kinds(plan: Mapping[str, Any]) -> dict[str, float]:
+    """Kind -> seconds of a step."""
+    return {kind.replace("_", "-"): seconds for kind, seconds in plan["step_s"].items() if kind != "total"}
+
+
+def _facts(plan: "Forecast", price: float | None) -> list[tuple[str, str]]:
+    need, limit = plan.memory.total, plan.devices.memory_bytes
+    verdict = "fits" if plan.fits else "does not fit"
+    mesh = " × ".join(f"{axis} {count}" for axis, count in plan.mesh.items() if count > 1) or "one device"
+    kernels = "fused" if plan.devices.fused else "plain"
+    engine = f"jax, {kernels} kernels" if plan.recipe.engine == "jax" else "torch"
+    facts = [
+        (verdict, f"{size(need)} of {size(limit)} on each device, {need / limit:.0%}"),
+        ("batch", f"{_batch(plan)}; mesh {mesh}"),
+        ("speed", f"{plan.tokens_per_s:,.0f} tokens/s, {1e3 * plan.time.total:,.1f} ms a step, MFU {plan.mfu:.1%}"),
+        ("run", _run(plan)),
+        ("cost", "" if price is None else f"{plan.cost(price):,.2f} at {price:g} per device-hour"),
+        ("checkpoints", _checkpoints(plan)),
+        ("loss", _loss(plan)),
+        ("by", f"{engine}; device: {plan.target.device.source}"),
+    ]
+    return [(label, text) for label, text in facts if text]
+
+
+def _batch(plan: "Forecast") -> str:
+    split = plan.split
+    return f"{split.rows:,} rows = {split.micro_rows:,} × {split.accumulation} accumulated, {split.devices} devices"
+
+
+def _run(plan: "Forecast") -> str:
+    ratio = plan.tokens / plan.parameters
+    return f"{time_span(plan.run_s)} for {plan.recipe.steps:,} steps, {plan.tokens:,} tokens, {ratio:,.1f} a parameter"
+
+
+def _checkpoints(plan: "Forecast") -> str:
+    return f"{plan.checkpoints:,} of {size(plan.checkpoint_bytes)}, {time_span(plan.checkpoint_s)} each at 1 GB/s"
+
+
+def _loss(plan: "Forecast") -> str:
+    if plan.loss is None:
+        return "unknown: no law of this family beside the runs; raygpt scaling fits one"
+    return f"{plan.loss.loss:.3f}, {plan.loss.low:.3f} to {plan.loss.high:.3f} in 4 of 5 runs, by {plan.loss.rests_on}"
+
+
+def _show_kinds(title: str, kinds: Mapping[str, float], text: Any) -> None:
+    most = max(kinds.values()) or 1.0
+    table = Table.grid(padding=(0, 2))
+    table.add_column(min_width=12)
+    table.add_column(justify="right", min_width=10)
+    for kind, value in kinds.items():
+        if value > most / 1000:
+            table.add_row(f"  {kind}", text(value), "█" * max(1, round(BAR * value / most)))
+    out.print(f"\n[bold]{title}[/]")
+    out.print(table)
+
+
+def _show_changes(plan: "Forecast", changes: Sequence["Change"]) -> None:
+    if not changes:
+        out.print("\nNo change of mesh, recomputation, engine, batch or context makes it faster.", soft_wrap=True)
+        return
+    out.print("\n[bold]changes that would help most[/]")
+    table = Table.grid(padding=(0, 2))
+    for change in changes:
+        other = change.forecast
+        ratio = other.tokens_per_s / plan.tokens_per_s
+        figures = f"{other.tokens_per_s:,.0f} tokens/s ({ratio - 1:+.0%}), {size(other.memory.total)}"
+        table.add_row(f"  {escape(str(change))}", figures + ("" if change.is_same_run else "; another run"))
+    out.print(table)
+
+
+def show_found(change: "Change", file: str) -> None:
+    """The fastest way to run a recipe, and the file that has it."""
+    out.print(f"fastest that fits: [bold]{escape(str(change))}[/]\nwritten to {escape(file)}\n", soft_wrap=True)
+
+
+def show_compiled(answer: "Answer") -> None:
+    """Where the plan and the compiler differ, and what the devices send."""
+    table = Table("", "plan", "compiler", "", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for found in answer.differences:
+        table.add_row(*found.row.values())
+    out.print(f"\n[bold]by the compiler[/], after {time_span(answer.seconds)}")
+    out.print(table)
+    if answer.step.collectives:
+        table = Table("exchange", "axis", "times", "bytes of a device", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for sent in answer.step.collectives:
+            table.add_row(sent.kind, sent.axis, f"{sent.count:,}", size(sent.bytes))
+        out.print(table)
+
+
+def write_picture(file: str, plan: Mapping[str, Any]) -> None:
+    """Memory and time by kind as an SVG file."""
+    storage.write_bytes(file, chart.bar_picture(f"plan on {plan['target']}", bars(plan)).encode())
+
+
+def bars(plan: Mapping[str, Any]) -> list[tuple[str, Sequence[chart.Bar]]]:
+    """Title and bars of memory and of time, of a plan as JSON."""
+    return [
+        (title, [chart.Bar(kind, value, text(value)) for kind, value in kinds.items() if value])
+        for title, kinds, text in (
+            (MEMORY, memory_kinds(plan), size),
+            (TIME, time_kinds(plan), lambda seconds: f"{1e3 * seconds:,.1f} ms"),
+        )
+    ]

@@ -1,0 +1,80 @@
+"""What a compiled program says of its exchanges, and how the plan compares with the compiler."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("jax")
+
+from raygpt.engines.jax.compiled import Collective, collectives_in
+from raygpt.errors import RaygptError
+from raygpt.planning.compiler import ask_compiler
+from raygpt.planning.forecast import forecast
+from raygpt.planning.target import parse_target
+from raygpt.recipes import load_recipe
+
+MESH = {"data": 2, "fsdp": 2, "tensor": 2, "context": 1}
+PROGRAM = """HloModule jit_step
+
+%body (p: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
+  %gather = bf16[8,128]{1,0} all-gather(%x), channel_id=1, replica_groups=[4,2]<=[2,2,2]T(0,2,1), dimensions={0}
+  %sum = f32[8,128]{1,0} all-reduce(%y), channel_id=2, replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
+}
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %c = f32[] add(%a, %b)
+}
+
+ENTRY %main (q: f32[8,128]) -> f32[8,128] {
+  %loop = (s32[], f32[8,128]) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"12"}}
+  %begin = (f32[4,128], f32[8,128]) all-gather-start(%z), replica_groups=[2,4]<=[2,4], dimensions={0}
+  %end = f32[8,128] all-gather-done(%begin)
+  %both = (f32[2]{0}, f32[6]{0}) all-reduce(%u, %v), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add
+}
+"""
+
+
+def test_exchanges_are_counted_by_kind_and_axis_and_those_of_a_loop_as_often_as_it_runs():
+    assert list(collectives_in(PROGRAM, MESH)) == [
+        Collective("all-reduce", "tensor", 12, 12 * 8 * 128 * 4),
+        Collective("all-gather", "fsdp", 12, 12 * 8 * 128 * 2),
+        Collective("all-gather", "fsdp × tensor", 1, 8 * 128 * 4),
+        Collective("all-reduce", "data", 1, (2 + 6) * 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("on", "engine", "line"),
+    [
+        ("8xh100", "jax", "--compile: the compiler for 8xh100 needs that device"),
+        ("h200", "torch", "--compile: PyTorch compiles while it runs; write engine=jax"),
+    ],
+)
+def test_a_compiler_that_is_not_here_is_refused_in_one_line(on, engine, line, tmp_path):
+    plan = forecast(load_recipe("gpt2-124m", {"engine": engine, "run.storage": str(tmp_path)}), parse_target(on))
+    with pytest.raises(RaygptError, match=line):
+        ask_compiler(plan)
+
+
+@pytest.mark.extended  # compiles for a quarter of a minute
+def test_a_cpus_plan_has_the_compilers_state_and_no_less_memory(tmp_path):
+    words = ["plan", "gpt2-tiny", "--compile", "--json", f"run.storage={tmp_path}", "training.steps=10"]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "raygpt", *words, "schedule.warmup_steps=0"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    compared = json.loads(done.stdout)["compiled"]["compared"]
+    assert compared["state"]["plan"] == pytest.approx(compared["state"]["compiler"], rel=0.02)
+    assert compared["memory in all"]["plan"] >= compared["memory in all"]["compiler"]

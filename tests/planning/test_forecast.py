@@ -1,0 +1,112 @@
+"""A recipe's forecast, its search for a faster plan, and `raygpt plan`."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from raygpt.cli import main
+from raygpt.errors import RaygptError
+from raygpt.planning.forecast import forecast
+from raygpt.planning.search import fastest, helpful_changes
+from raygpt.planning.target import parse_target
+from raygpt.recipes import load_recipe
+
+
+def planned(recipe, on, tmp_path, **changes):
+    return forecast(load_recipe(recipe, {"run.storage": str(tmp_path), **changes}), parse_target(on))
+
+
+def run(capsys, monkeypatch, *words):
+    monkeypatch.setattr("sys.argv", ["raygpt", "plan", *words])
+    with contextlib.suppress(SystemExit):
+        main()
+    return capsys.readouterr().out
+
+
+def test_numbers_of_a_run_follow_from_each_other(tmp_path):
+    got = planned("gpt2-124m", "h200", tmp_path)
+    assert got.fits
+    assert got.parameters == 124_439_808
+    assert got.tokens_per_s == pytest.approx(491_520 / got.time.total)
+    assert got.mfu == pytest.approx(got.tokens_per_s * 859_885_056 / 989e12)
+    assert got.run_s > 600_000 * got.time.total
+    assert got.cost(3.0) == pytest.approx(3 * got.run_s / 3600)
+    assert got.checkpoint_bytes == 12 * (124_439_808 + 47 * 768)  # parameters and two averages, padded tables
+    assert sum(asdict(got.memory).values()) == got.memory.total <= got.devices.memory_bytes
+
+
+def test_a_model_that_is_too_large_does_not_fit_and_says_which_mesh_would(tmp_path):
+    got = planned("modern-1.5b", "v5e:4x4", tmp_path, **{"cluster.mesh": {"data": -1, "fsdp": 1}})
+    assert not got.fits
+    changes = helpful_changes(got)
+    assert changes
+    assert all(change.forecast.fits for change in changes)
+    assert any("cluster.mesh.fsdp" in change.keys for change in changes)
+
+
+def test_the_fastest_plan_fits_and_no_other_mesh_is_faster(tmp_path):
+    start = planned("modern-1.5b", "8xa100-40", tmp_path)
+    best = fastest(start.recipe, start.target, start.corpus)
+    assert best.forecast.fits
+    assert best.forecast.tokens_per_s >= start.tokens_per_s
+    others = [change for change in helpful_changes(best.forecast) if change.is_same_run and "engine" not in change.keys]
+    assert not [change for change in others if change.forecast.tokens_per_s > 1.01 * best.forecast.tokens_per_s]
+
+
+def test_a_search_in_which_nothing_fits_is_refused(tmp_path):
+    start = planned("gpt2-124m", "t4", tmp_path, **{"model.width": 12288, "model.heads": 96, "model.layers": 96})
+    with pytest.raises(RaygptError, match="--find: no mesh and no recomputation fits on 1 × t4, the least needs"):
+        fastest(start.recipe, start.target, start.corpus)
+
+
+def test_a_corpus_that_is_not_prepared_is_assumed_and_said(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("x" * 44_000)
+    got = planned("gpt2-124m", "h200", tmp_path, **{"data.source": str(text), "data.val": 0.1, "data.split": "tail"})
+    assert (got.corpus.train_tokens, got.corpus.val_tokens) == (9_000, 1_000)
+    assert got.corpus.assumed[0].endswith("a vocabulary of 50,257 and 10,000 tokens by its size are assumed")
+
+
+def test_epochs_of_an_unknown_corpus_are_refused(tmp_path):
+    with pytest.raises(RaygptError, match=r"training.epochs: 2: its corpus is not prepared.*write training.steps=N"):
+        planned("gpt2-124m", "h200", tmp_path, **{"training.epochs": 2, "schedule.warmup_steps": 0})
+
+
+def test_a_mesh_that_does_not_divide_is_refused(tmp_path):
+    with pytest.raises(RaygptError, match=r"cluster\.mesh: data=3 does not multiply to the 8 devices there are"):
+        planned("gpt2-124m", "8xh100", tmp_path, **{"cluster.mesh": {"data": 3}})
+
+
+def test_the_command_prints_80_columns_or_json(tmp_path, capsys, monkeypatch):
+    words = ("gpt2-124m", f"run.storage={tmp_path}", "--on", "8xh100", "--price", "2.5")
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run(capsys, monkeypatch, *words, "--svg", str(tmp_path / "plan.svg"))
+    assert "memory of each device" in text
+    assert "per device-hour" in text
+    assert "changes that would help most" in text
+    assert (tmp_path / "plan.svg").read_text().count("<rect") >= 8
+    figures = json.loads(run(capsys, monkeypatch, *words, "--json"))
+    assert figures["target"] == "8 × h100"
+    assert figures["memory"]["total"] < figures["memory"]["limit"]
+    assert len(figures["changes"]) <= 3
+
+
+def test_find_writes_a_recipe_that_loads(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "found.yaml"
+    run(capsys, monkeypatch, "modern-350m", f"run.storage={tmp_path}", "--on", "l4", "--find", "--out", str(file))
+    found = load_recipe(str(file))
+    assert found.training.accumulation
+    assert forecast(found, parse_target("l4")).fits
+
+
+def test_a_plan_imports_neither_an_engine_nor_ray():
+    code = (
+        "import sys; from raygpt.cli import app; app(['plan', 'gpt2-124m', '--on', 'h200'], standalone_mode=False);"
+        "sys.exit(' '.join({'ray', 'jax', 'torch'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

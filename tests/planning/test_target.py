@@ -1,0 +1,89 @@
+"""What `--on` names."""
+
+import pytest
+
+from raygpt.errors import RaygptError
+from raygpt.planning import target as module
+from raygpt.planning.devices import DEVICES, GIB
+from raygpt.planning.target import devices_on, parse_target, precision_on
+from raygpt.recipes import load_recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "count", "groups"),
+    [
+        ("h200", "h200", 1, 1),
+        ("8xh100", "h100", 8, 1),
+        ("4x8xa100-80", "a100-80", 32, 4),
+        ("A100", "a100-80", 1, 1),
+        ("2x4090", "rtx4090", 2, 1),
+        ("v6e:4x4", "v6e", 16, 1),
+        ("v5e:16x16", "v5e", 256, 1),
+        ("2*v5p:4x4x4", "v5p", 128, 2),
+    ],
+)
+def test_a_target_is_devices_in_nodes_or_slices(text, device, count, groups):
+    got = parse_target(text)
+    assert (got.device, got.count, got.groups) == (DEVICES[device], count, groups)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("h300", "--on h300: h300 is not one of b200, "),
+        ("16xh100", "--on 16xh100: a node has at most 8 GPUs; write e.g. --on 2x8xh100"),
+        ("v6e", "--on v6e: a TPU needs its slice; write e.g. --on v6e:4x4"),
+        ("v6e:4x4x4", "--on v6e:4x4x4: a slice of v6e has 2 sides; write e.g. v6e:4x4"),
+        ("h200:4x4", "--on h200:4x4: only TPUs come in slices; write e.g. --on 16xh200"),
+        ("0xh100", "--on 0xh100: has no devices; write e.g. --on 8xh100"),
+        ("??", "--on ??: is no target; write e.g. h200, 8xh100, 4x8xa100-80, v6e:4x4 or 2*v5p:4x4x4"),
+    ],
+)
+def test_what_is_no_target_is_refused_in_one_line(text, line):
+    with pytest.raises(RaygptError) as refused:
+        parse_target(text)
+    assert str(refused.value).startswith(line)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_unknown_device_is_described_by_three_figures():
+    got = parse_target("8xmi300", peak=1300, memory=192, bandwidth=5300)
+    assert (got.device.peak, got.device.memory, got.device.bandwidth, got.count) == (1.3e15, 192 * GIB, 5.3e12, 8)
+    assert parse_target("h200", memory=100).device.memory == 100 * GIB
+
+
+def test_this_machines_gpus_are_those_that_the_driver_reports(monkeypatch):
+    monkeypatch.setattr(module, "_reported_gpus", lambda: ["NVIDIA H100 80GB HBM3, 81559"] * 4)
+    got = parse_target("here")
+    assert (got.device.name, got.count, got.device.memory) == ("h100", 4, 81559 * 2**20)
+
+
+def test_a_machine_without_gpus_is_its_cpu_measured(monkeypatch):
+    monkeypatch.setattr(module, "_reported_gpus", list)
+    device = parse_target("here").device
+    assert device.platform == "cpu"
+    assert device.peak > 1e9  # a product of 768 × 768 takes less than a second
+    assert device.source.startswith("measured here")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "on", "fused", "keeps_scores", "precision"),
+    [
+        ("gpt2-124m", {}, "h200", True, False, "bf16"),
+        ("gpt2-124m", {"model.preset": "gpt2-xl"}, "h200", False, False, "bf16"),  # 1600 is no multiple of 256
+        ("gpt2-124m", {"engine": "torch"}, "h200", False, False, "bf16"),
+        ("gpt2-124m", {}, "t4", False, True, "fp16"),
+        ("gpt2-124m", {"cluster.mesh": {"data": 1, "fsdp": -1}}, "8xh100", False, False, "bf16"),
+        ("modern-124m", {}, "v6e:4x4", False, False, "bf16"),
+        ("modern-124m", {"cluster.mesh": {"context": 4}}, "v6e:4x4", False, True, "bf16"),
+    ],
+)
+def test_a_targets_kernels_are_those_that_the_engine_would_choose(recipe, changes, on, fused, keeps_scores, precision):
+    loaded, target = load_recipe(recipe, changes), parse_target(on)
+    got = devices_on(loaded, target)
+    assert (got.fused, got.keeps_scores, precision_on(loaded, target)) == (fused, keeps_scores, precision)
+
+
+def test_pytorch_on_a_tpu_is_refused():
+    with pytest.raises(RaygptError, match="engine torch knows no TPU; write engine=jax"):
+        devices_on(load_recipe("gpt2-124m", {"engine": "torch"}), parse_target("v6e:4x4"))
