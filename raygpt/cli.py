@@ -118,6 +118,62 @@ def train(
 
 
 @app.command()
+def sweep(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a YAML file.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY=VALUES",
+            help="What to try, e.g. optimizer.learning_rate=1e-3,2e-3 or log:1e-3..1e-1; one value is an override.",
+        ),
+    ],
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Train every trial to its end, not only the best quarter.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Find the best values of a recipe's keys: train trials, stop the hopeless ones early, and fit the optimum."""
+    from raygpt import storage
+    from raygpt.show import console, data, training
+    from raygpt.show import sweep as shown
+    from raygpt.show.sweep_page import sweep_page
+    from raygpt.sweep import grid
+    from raygpt.sweep.runner import StoppedError, runner
+    from raygpt.sweep.values import divide
+    from raygpt.training import prepared
+    from raygpt.training.ray import launch
+
+    axes, overrides = divide(words)
+    if not axes:
+        raise RaygptError("sweep: there is nothing to try; write e.g. optimizer.learning_rate=1e-3,2e-3,4e-3")
+    base = grid.base_of(recipe, overrides, "sweep")
+    prepared.check(base)
+    with launch.on_cluster(base):
+        with data.preparing() as progress:  # the whole corpus: trials read it at the same time
+            windows = prepared.prepare_run(base, progress, False, spare_cpus=lambda: 0).corpus.windows
+        planned = grid.plan_sweep(recipe, overrides, axes, windows, whole)
+        grid.claim(planned.folder, grid.definition_of(planned))
+        try:
+            with (
+                shown.live_progress() as live,
+                runner(planned.folder, base, shown.Watching(live, as_json), training.show_message) as runs,
+            ):
+                if not as_json:
+                    shown.show_plan(planned, runs.at_once)
+                answer = grid.run_sweep(planned, runs, console.note)
+        except StoppedError as stopped:
+            console.note(str(stopped))
+            raise typer.Exit(130) from None
+    grid.write_answer(planned, answer)
+    page = storage.join(planned.folder, "sweep.html")
+    storage.write_bytes(page, sweep_page(planned, answer).encode())
+    if as_json:
+        _print_json(grid.as_dict(answer))
+    else:
+        shown.show_answer(planned, answer, page)
+
+
+@app.command()
 def submit(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a YAML file.")],
     cluster: Annotated[str, typer.Option(metavar="ADDRESS", help="The cluster's dashboard, e.g. http://head:8265.")],

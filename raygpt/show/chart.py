@@ -20,6 +20,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 320, 52, 24, 34, 40  # of a pictu
 PICTURE_COLOURS = ("#4c8dff", "#e8590c", "#12b886", "#cc5de8", "#c99700", "#868e96")
 
 Point = tuple[float, float | None]  # without a value the curve has a gap
+Tick = tuple[float, str]
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,16 @@ def plot(
     curves: Sequence[Curve],
     marks: Sequence[Mark] = (),
     attributes: str = "",
+    ticks: Sequence[Tick] | None = None,
 ) -> str:
-    """An <svg> of grid, curves and marks, of any size; the labels lie around it."""
+    """An <svg> of grid, curves and marks, of any size; the labels lie around it. `ticks` are those of an x axis that is
+    neither steps, tokens nor time."""
     box = f"{frame.left:g} {-frame.high:g} {frame.right - frame.left:g} {frame.high - frame.low:g}"
     inside = [mark for mark in marks if frame.left <= mark.x <= frame.right]
     return "\n".join(
         [
             f'<svg class="plot" overflow="visible" role="img" aria-label="{escape(title)} by {axis}"{attributes}>',
-            *_grid(frame, axis),
+            *_grid(frame, x_ticks(frame, axis) if ticks is None else ticks),
             f'<svg class="curves" viewBox="{box}" preserveAspectRatio="none" width="100%" height="100%" '
             'overflow="visible"><g transform="scale(1,-1)">',
             *(_path(curve, frame) for curve in curves),
@@ -133,6 +136,28 @@ def picture(title: str, legend: Sequence[str], curves: Sequence[Curve], marks: S
     )
 
 
+def parallel(title: str, axes: Sequence[tuple[str, Sequence[Tick]]], curves: Sequence[Curve]) -> str:
+    """An <svg> with a vertical axis for each key, one beside the other, and a line through all of them for each trial.
+    Heights are from 0 to 1 on every axis."""
+    frame = Frame(0, len(axes) - 1, 0, 1)
+    lines = []
+    for n, (name, ticks) in enumerate(axes):
+        x, side = frame.x(n), 'dx="-6" text-anchor="end"' if n == len(axes) - 1 else 'dx="6"'
+        lines.append(f'<line class="axis" x1="{x}" x2="{x}" y1="0" y2="100%"/>')
+        lines.append(f'<text x="{x}" y="100%" dy="17" text-anchor="middle">{escape(name)}</text>')
+        lines += [f'<text x="{x}" y="{frame.y(at)}" dy="4" {side}>{escape(label)}</text>' for at, label in ticks]
+    return "\n".join(
+        [
+            f'<svg class="plot" overflow="visible" role="img" aria-label="{escape(title)}">',
+            *lines,
+            f'<svg class="curves" viewBox="0 -1 {len(axes) - 1} 1" preserveAspectRatio="none" width="100%" '
+            'height="100%" overflow="visible"><g transform="scale(1,-1)">',
+            *(_path(curve, frame) for curve in curves),
+            "</g></svg></svg>",
+        ]
+    )
+
+
 def style() -> str:
     """The CSS of a chart, which takes its colours from the variables of the page around it."""
     return (resources.files("raygpt") / "show" / "assets" / "chart.css").read_text("utf-8")
@@ -141,14 +166,14 @@ def style() -> str:
 # The parts of a plot
 
 
-def _grid(frame: Frame, axis: str) -> Iterator[str]:
+def _grid(frame: Frame, ticks: Sequence[Tick]) -> Iterator[str]:
     for height, label in y_ticks(frame):
         y = frame.y(height)
         yield f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
         yield f'<text x="-8" y="{y}" dy="4" text-anchor="end">{label}</text>'
     yield '<line class="axis" x1="0" x2="100%" y1="100%" y2="100%"/>'
-    for tick, label in x_ticks(frame, axis):
-        yield f'<text x="{frame.x(tick)}" y="100%" dy="17" text-anchor="middle">{label}</text>'
+    for tick, label in ticks:
+        yield f'<text x="{frame.x(tick)}" y="100%" dy="17" text-anchor="middle">{escape(label)}</text>'
 
 
 def _path(curve: Curve, frame: Frame) -> str:
@@ -189,7 +214,7 @@ def _colour(curve: Curve) -> str:
 # Ticks and their labels
 
 
-def y_ticks(frame: Frame) -> list[tuple[float, str]]:
+def y_ticks(frame: Frame) -> list[Tick]:
     """Round numbers on the y axis: heights and labels."""
     if not frame.is_log:
         return [(tick, short(tick)) for tick in ticks(frame.low, frame.high, 5)]
@@ -199,7 +224,7 @@ def y_ticks(frame: Frame) -> list[tuple[float, str]]:
     return [(math.log10(tick), short(tick)) for tick in (found if len(found) > 2 else ticks(low, high, 5))]
 
 
-def x_ticks(frame: Frame, axis: str) -> list[tuple[float, str]]:
+def x_ticks(frame: Frame, axis: str) -> list[Tick]:
     """Round numbers on the x axis and their labels; a time is in the unit that suits its length."""
     if axis == "step":
         return [(tick, f"{tick:,.0f}") for tick in ticks(frame.left, frame.right, 4) if tick == round(tick)]
