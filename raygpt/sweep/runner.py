@@ -27,6 +27,7 @@ from raygpt.training.stopping import STOP_FILE, STOP_POLL_S, clear_stop_request,
 
 POLL_S = 0.2
 Watch = Callable[["Leg", Event], None]
+Train = Callable[[Recipe, Callable[[Event], None], int | None], BaseException | None]  # returns the error, if any
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ class Leg:
         return loss if math.isfinite(loss) else math.inf
 
 
+def _train_on_ray(recipe: Recipe, watch: Callable[[Event], None], until: int | None) -> BaseException | None:
+    """As `raygpt train` does it, to a step or to the end."""
+    return launch.train(launch.prepare_run(recipe), watch, until=until).error
+
+
 class StoppedError(RaygptError):
     """The user asked to stop; everything is saved."""
 
@@ -74,6 +80,7 @@ class Runner:
     watch: Watch
     _poll: Callable[[], None]
     _stopping: threading.Event
+    train_one: Train = _train_on_ray
     diverged: set[str] = field(default_factory=set)  # names of runs
     _error: BaseException | None = None
     _asked: float = 0.0  # when the runs were last asked to stop
@@ -85,7 +92,7 @@ class Runner:
         while running or (waiting and not self._stopping.is_set()):
             while waiting and len(running) < self.at_once and not self._stopping.is_set():
                 leg = waiting.popleft()
-                running.append(_Thread(leg, functools.partial(self.watch, leg)))
+                running.append(_Thread(leg, functools.partial(self.watch, leg), self.train_one))
             for thread in list(running):
                 thread.join(POLL_S / len(running))
                 if not thread.is_alive():
@@ -120,16 +127,15 @@ class Runner:
 class _Thread(threading.Thread):
     """Trains one leg."""
 
-    def __init__(self, leg: Leg, watch: Callable[[Event], None]):
+    def __init__(self, leg: Leg, watch: Callable[[Event], None], train: Train):
         super().__init__(name=f"train-{leg.recipe.run.name}", daemon=True)
-        self.leg, self.watch = leg, watch
+        self.leg, self._watch, self._train = leg, watch, train
         self.error: BaseException | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            result = launch.train(launch.prepare_run(self.leg.recipe), self.watch, until=self.leg.until)
-            self.error = result.error
+            self.error = self._train(self.leg.recipe, self._watch, self.leg.until)
         except BaseException as error:
             self.error = error
 

@@ -9,12 +9,10 @@ from raygpt import storage
 from raygpt.corpus import tokenizers
 from raygpt.errors import DivergedError
 from raygpt.runs import RECIPE
-from raygpt.sweep import runner
 from raygpt.sweep.runner import Runner
 from raygpt.testing.session import LocalSession
 from raygpt.training import prepared
 from raygpt.training.loop import Loop
-from raygpt.training.ray.launch import Result
 
 SMALL = {
     "model": {"layers": 1, "heads": 2, "width": 32, "context": 16},
@@ -102,16 +100,15 @@ def write_text(folder):
 
 
 class Here:
-    """In place of raygpt.training.ray.launch; `killed_after` legs the process dies in the middle of one."""
+    """Trains runs; after `killed_after` of them the process dies in the middle of the next."""
 
     def __init__(self):
         self.trained = []  # name and last step of each leg
         self.killed_after = None
 
-    def prepare_run(self, recipe):
-        return prepared.prepare_run(recipe, lambda progress: None, False, spare_cpus=lambda: 0)
-
-    def train(self, run, watch, until=None):
+    def train(self, recipe, watch, until):
+        """The error, if any, as a Runner expects it."""
+        run = prepared.prepare_run(recipe, lambda progress: None, False, spare_cpus=lambda: 0)
         folder, name = run.plan.run_folder, run.recipe.run.name
         storage.write_bytes(storage.join(folder, RECIPE), run.original.to_yaml().encode())
         tokenizers.save(run.corpus.tokenizer, folder)
@@ -121,16 +118,15 @@ class Here:
         try:
             Loop(task, Bigrams(run.recipe), session).run()
         except DivergedError as error:
-            return Result(folder, error=error)
+            return error
         if is_killed:
             raise Killed
         self.trained.append((name, until or run.recipe.steps))
         for event in session.events:
             watch(event)
-        return Result(folder)
+        return None
 
 
-def make_runner(monkeypatch, folder, here, at_once=1):
+def make_runner(folder, here, at_once=1):
     """A Runner of this process."""
-    monkeypatch.setattr(runner, "launch", here)
-    return Runner(folder, at_once, lambda leg, event: None, lambda: None, threading.Event())
+    return Runner(folder, at_once, lambda leg, event: None, lambda: None, threading.Event(), here.train)

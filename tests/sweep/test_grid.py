@@ -21,7 +21,7 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture
-def start(text, tmp_path, monkeypatch):
+def start(text, tmp_path):
     """Start a sweep, or go on with it: its plan, and what trains its runs."""
 
     def of(*words, name="sweep", is_whole=False, **more):
@@ -32,7 +32,7 @@ def start(text, tmp_path, monkeypatch):
         sweep = plan_sweep(str(recipe), [*overrides, *where], axes, lambda context: 0, is_whole)
         claim(sweep.folder, definition_of(sweep))
         here = Here()
-        return sweep, here, make_runner(monkeypatch, sweep.folder, here)
+        return sweep, here, make_runner(sweep.folder, here)
 
     return of
 
