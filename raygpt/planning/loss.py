@@ -1,0 +1,115 @@
+"""The loss that a run will come to, by a law that was fitted to smaller runs of the same family on the same text.
+
+    L(N, D) = E + A / N^a + B / D^b
+
+N is `size_of(description)`, D the tokens that a run trains on, repeated or not; L the validation loss at the end of the
+schedule, in nats per token. A law is a file `scaling.json` in a folder beside the runs (RUN_STORAGE/NAME/scaling.json):
+
+    {"format": 1,
+     "family": {...},                       what `family_of(recipe)` returned for the recipe of the ladder
+     "law": {"E": 1.7, "A": 410.0, "a": 0.34, "B": 980.0, "b": 0.31},
+     "samples": [[E, A, a, B, b], ...],     the same fitted again to resampled rungs, 100 or more: its uncertainty
+     "noise": 0.004,                        relative standard deviation of a run's loss around the law (seeds, misfit)
+     "rungs": [{"run": "NAME", "parameters": N, "tokens": D, "loss": L}, ...]}
+
+The interval covers four runs of five: for every sample of the law, its prediction times a normal deviate of `noise`;
+the 10th and the 90th percentile of these. A law whose rungs are fewer than FEWEST_RUNGS is not used.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raygpt import storage
+from raygpt.config import Recipe
+from raygpt.models import Description
+
+SCALING = "scaling.json"
+FORMAT = 1
+TERMS = ("E", "A", "a", "B", "b")
+FEWEST_RUNGS = 4
+DEVIATES = 64  # drawn for every sample of a law
+COVERED = (10, 90)  # percentiles: four runs of five
+# Keys of a model that change along a ladder of sizes, or do not decide the loss.
+SIZES = ("preset", "depth", "layers", "width", "heads", "head_size", "kv_heads", "hidden")
+OTHER_THAN_FAMILY = (*SIZES, "precision", "implementation")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss to expect, and what it rests on."""
+
+    loss: float
+    low: float
+    high: float
+    rests_on: str
+
+
+@dataclass(frozen=True)
+class Law:
+    """A fitted law."""
+
+    terms: Mapping[str, float]
+    samples: NDArray[np.float64]  # [samples, len(TERMS)]
+    noise: float
+    rungs: tuple[Mapping[str, Any], ...]
+    name: str  # of its folder
+
+    def predict(self, parameters: int, tokens: int) -> Loss:
+        """The loss of a model of so many parameters after so many tokens."""
+        by_sample = _loss(self.samples.T, parameters, tokens)
+        deviates = np.random.default_rng(0).standard_normal((DEVIATES, len(by_sample)))
+        low, high = np.percentile(by_sample * (1 + self.noise * deviates), COVERED)
+        middle = float(_loss(np.array([self.terms[term] for term in TERMS]), parameters, tokens))
+        return Loss(middle, min(low, middle), max(high, middle), self._about(parameters, tokens))
+
+    def _about(self, parameters: int, tokens: int) -> str:
+        """What the law was fitted to, and how far beyond that it is asked."""
+        largest = max(6.0 * rung["parameters"] * rung["tokens"] for rung in self.rungs)
+        times = 6.0 * parameters * tokens / largest
+        beyond = f", {times:,.0f} times the largest one's compute" if times > 1.5 else ""
+        return f"a law fitted to {len(self.rungs)} runs in {self.name}{beyond}"
+
+
+def size_of(description: Description) -> int:
+    """N of the law: all parameters but token tables that are only looked up, which cost no products."""
+    looked_up = [name for name in description.token_tables if name != description.output_table]
+    return description.count - sum(prod(description.shapes[name]) for name in looked_up)
+
+
+def family_of(recipe: Recipe) -> dict[str, Any]:
+    """What runs have in common that one law describes: everything that decides the loss but size, length and seed."""
+    values = recipe.to_dict()
+    model = {key: value for key, value in values["model"].items() if key not in OTHER_THAN_FAMILY}
+    schedule = {key: values["schedule"][key] for key in ("kind", "end", "decay_share") if key in values["schedule"]}
+    return {
+        "model": model,
+        "data": {key: values["data"][key] for key in ("source", "tokenizer", "val", "split", "limit")},
+        "optimizer": {"kind": values["optimizer"]["kind"]},
+        "schedule": schedule,
+    }
+
+
+def expected_loss(recipe: Recipe, parameters: int, tokens: int) -> Loss | None:
+    """By the law of the recipe's family with the most rungs that lies beside its runs; None if there is none."""
+    laws = [law for law in laws_beside(recipe.run.storage, family_of(recipe)) if len(law.rungs) >= FEWEST_RUNGS]
+    best = max(laws, key=lambda law: len(law.rungs), default=None)
+    return best.predict(parameters, tokens) if best else None
+
+
+def laws_beside(home: str, family: Mapping[str, Any]) -> Iterator[Law]:
+    """The laws of a family in the folders of `home`."""
+    home = storage.absolute(home)
+    for name in sorted(storage.folders(home)):
+        read = storage.read_json(storage.join(home, name, SCALING))
+        if read and read.get("format") == FORMAT and read["family"] == family:
+            yield Law(read["law"], np.array(read["samples"]), read["noise"], tuple(read["rungs"]), name)
+
+
+def _loss(terms: NDArray[np.float64], parameters: int, tokens: int) -> NDArray[np.float64]:
+    floor, of_size, size_power, of_tokens, tokens_power = terms
+    return np.asarray(floor + of_size / float(parameters) ** size_power + of_tokens / float(tokens) ** tokens_power)

@@ -1,0 +1,73 @@
+"""The loss to expect, by a law beside the runs."""
+
+import json
+
+import numpy as np
+import pytest
+
+from raygpt.models import describe
+from raygpt.planning.loss import expected_loss, family_of, size_of
+from raygpt.recipes import load_recipe
+
+LAW = {"E": 1.7, "A": 400.0, "a": 0.34, "B": 900.0, "b": 0.31}
+
+
+def tiny(storage, **changes):
+    return load_recipe("tiny", {"run.storage": str(storage), **changes})
+
+
+def write_law(storage, name="ladder", rungs=6, spread=0.02, noise=0.004, **changes):
+    """A law whose floor E varies by `spread` between its samples."""
+    floors = np.random.default_rng(1).normal(LAW["E"], spread, 200)
+    content = {
+        "format": 1,
+        "family": family_of(tiny(storage)),
+        "law": LAW,
+        "samples": [[floor, *list(LAW.values())[1:]] for floor in floors],
+        "noise": noise,
+        "rungs": [{"run": f"rung-{n}", "parameters": 10**6, "tokens": 10**8, "loss": 4.0} for n in range(rungs)],
+        **changes,
+    }
+    (storage / name).mkdir()
+    (storage / name / "scaling.json").write_text(json.dumps(content))
+
+
+def test_the_loss_is_the_laws_and_its_interval_covers_four_runs_of_five(tmp_path):
+    write_law(tmp_path)
+    got = expected_loss(tiny(tmp_path), 10**8, 10**9)
+    loss = 1.7 + 400 / 1e8**0.34 + 900 / 1e9**0.31
+    assert got.loss == pytest.approx(loss)
+    deviation = (0.02**2 + (0.004 * loss) ** 2) ** 0.5
+    assert (got.low, got.high) == pytest.approx((loss - 1.28 * deviation, loss + 1.28 * deviation), abs=0.004)
+    assert got.rests_on == "a law fitted to 6 runs in ladder, 1,000 times the largest one's compute"
+
+
+def test_without_a_law_of_the_family_nothing_is_expected(tmp_path):
+    assert expected_loss(tiny(tmp_path), 10**8, 10**9) is None
+    write_law(tmp_path, "few", rungs=3)
+    write_law(tmp_path, "newer-format", format=2)
+    assert expected_loss(tiny(tmp_path), 10**8, 10**9) is None
+    write_law(tmp_path, "enough", rungs=4)
+    assert expected_loss(tiny(tmp_path), 10**8, 10**9).rests_on.endswith(
+        "in enough, 1,000 times the largest one's compute"
+    )
+    assert expected_loss(tiny(tmp_path, **{"data.tokenizer": "bytes"}), 10**8, 10**9) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model.width": 256}, {"model.layers": 8}, {"training.steps": 4000}, {"training.seed": 3}, {"engine": "torch"}],
+)
+def test_size_length_seed_and_engine_are_not_of_the_family(tmp_path, change):
+    assert family_of(tiny(tmp_path, **change)) == family_of(tiny(tmp_path))
+
+
+def test_a_ladder_of_gpt2s_published_sizes_is_one_family():
+    small, medium = (load_recipe("gpt2-124m", {"model.preset": preset}) for preset in ("gpt2", "gpt2-medium"))
+    assert family_of(small) == family_of(medium)
+
+
+def test_a_table_that_is_only_looked_up_does_not_count():
+    tied, untied = (describe(load_recipe(name).model, 50257) for name in ("gpt2-124m", "modern-124m"))
+    assert size_of(tied) == 124_439_808  # GPT-2's table is its head too
+    assert size_of(untied) == untied.count - 50257 * 768
