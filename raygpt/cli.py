@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, StoppedError
 
 if TYPE_CHECKING:
     from raygpt.config import Data
@@ -43,8 +43,9 @@ def main() -> None:
     except RaygptError as error:
         from raygpt.show import console
 
-        console.fail(str(error))
-        sys.exit(1)
+        is_stopped = isinstance(error, StoppedError)
+        (console.note if is_stopped else console.fail)(str(error))
+        sys.exit(130 if is_stopped else 1)
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
@@ -134,11 +135,11 @@ def sweep(
 ) -> None:
     """Find the best values of a recipe's keys: train trials, stop the hopeless ones early, and fit the optimum."""
     from raygpt import storage
-    from raygpt.show import console, data, training
+    from raygpt.show import console, data
     from raygpt.show import sweep as shown
     from raygpt.show.sweep_page import sweep_page
     from raygpt.sweep import grid
-    from raygpt.sweep.runner import StoppedError, runner
+    from raygpt.sweep.runner import prepare_corpus
     from raygpt.sweep.values import divide
     from raygpt.training import prepared
     from raygpt.training.ray import launch
@@ -149,21 +150,14 @@ def sweep(
     base = grid.base_of(recipe, overrides, "sweep")
     prepared.check(base)
     with launch.on_cluster(base):
-        with data.preparing() as progress:  # the whole corpus: trials read it at the same time
-            windows = prepared.prepare_run(base, progress, False, spare_cpus=lambda: 0).corpus.windows
-        planned = grid.plan_sweep(recipe, overrides, axes, windows, whole)
+        with data.preparing() as progress:
+            corpus = prepare_corpus(base, progress)
+        planned = grid.plan_sweep(recipe, overrides, axes, corpus.windows, whole)
         grid.claim(planned.folder, grid.definition_of(planned))
-        try:
-            with (
-                shown.live_progress() as live,
-                runner(planned.folder, base, shown.Watching(live, as_json), training.show_message) as runs,
-            ):
-                if not as_json:
-                    shown.show_plan(planned, runs.at_once)
-                answer = grid.run_sweep(planned, runs, console.note)
-        except StoppedError as stopped:
-            console.note(str(stopped))
-            raise typer.Exit(130) from None
+        with shown.running(planned.folder, base, as_json) as runs:
+            if not as_json:
+                shown.show_plan(planned, runs.at_once)
+            answer = grid.run_sweep(planned, runs, console.note)
     grid.write_answer(planned, answer)
     page = storage.join(planned.folder, "sweep.html")
     storage.write_bytes(page, sweep_page(planned, answer).encode())
@@ -171,6 +165,49 @@ def sweep(
         _print_json(grid.as_dict(answer))
     else:
         shown.show_answer(planned, answer, page)
+
+
+@app.command()
+def scaling(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What to change in it, as for train.")
+    ] = None,
+    share: Annotated[float, typer.Option(help="How much of the run's compute the small models may take.")] = 0.1,
+    as_json: Json = False,
+) -> None:
+    """Predict a run's loss: train small models of its family, and fit a law in parameters and tokens."""
+    from raygpt import storage
+    from raygpt.show import data
+    from raygpt.show import scaling as shown
+    from raygpt.show.scaling_page import scaling_page
+    from raygpt.show.sweep import running
+    from raygpt.sweep import scaling as ladders
+    from raygpt.sweep.grid import base_of
+    from raygpt.sweep.runner import prepare_corpus
+    from raygpt.training import prepared
+    from raygpt.training.plan import in_steps
+    from raygpt.training.ray import launch
+
+    base = base_of(recipe, overrides or [], "scaling")
+    prepared.check(base)
+    with launch.on_cluster(base):
+        with data.preparing() as progress:
+            corpus = prepare_corpus(base, progress)
+        in_full = in_steps(base, corpus.windows(base.model.context))
+        ladder = ladders.plan_ladder(in_full, corpus.tokenizer.vocab, share)
+        ladders.claim_ladder(ladder)
+        with running(ladder.folder, base, as_json) as runs:
+            if not as_json:
+                shown.show_plan(ladder, runs.at_once)
+            answer = ladders.run_ladder(ladder, runs)
+    ladders.write_law(ladder, answer)
+    page = storage.join(ladder.folder, "scaling.html")
+    storage.write_bytes(page, scaling_page(ladder, answer).encode())
+    if as_json:
+        _print_json(ladders.as_dict(ladder, answer))
+    else:
+        shown.show_answer(ladder, answer, page)
 
 
 @app.command()

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
+from raygpt.config import Recipe
 from raygpt.show.console import err, out, program, relative_path, table_of
-from raygpt.show.training import message_text
+from raygpt.show.training import message_text, show_message
 from raygpt.training.events import Event, StepLogged, Validated
 
 if TYPE_CHECKING:
     from raygpt.sweep.grid import Answer, Sweep
     from raygpt.sweep.optimum import Optimum
-    from raygpt.sweep.runner import Leg
+    from raygpt.sweep.runner import Leg, Runner
 
 
 def show_plan(sweep: "Sweep", at_once: int) -> None:
@@ -46,21 +47,25 @@ def show_plan(sweep: "Sweep", at_once: int) -> None:
 
 
 @contextlib.contextmanager
-def live_progress() -> Iterator["Progress | None"]:
-    """A live line in a terminal."""
-    if not out.is_terminal:
-        yield None
-        return
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=out, transient=True) as live:
-        yield live
+def running(folder: str, recipe: Recipe, as_json: bool) -> Iterator["Runner"]:
+    """What trains the runs of a folder, with a line for each, and a live line in a terminal."""
+    from raygpt.sweep.runner import runner
+
+    is_live = out.is_terminal and not as_json
+    columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    with (
+        Progress(*columns, console=out, transient=True, disable=not is_live) as live,
+        runner(folder, recipe, Watching(live, as_json), show_message) as runs,
+    ):
+        yield runs
 
 
 class Watching:
     """Shows the events of many runs: a line when one is validated at its end, messages, and a live line."""
 
-    def __init__(self, live: Progress | None, as_json: bool):
+    def __init__(self, live: Progress, as_json: bool):
         self._console = err if as_json else out
-        self._live, self._task = live, live.add_task("starting") if live else None
+        self._live, self._task = live, live.add_task("starting")
         self._now: dict[str, str] = {}
 
     def __call__(self, leg: "Leg", event: Event) -> None:
@@ -75,8 +80,7 @@ class Watching:
             self._console.print(f"{escape(name)}  step {event.step}  val loss {event.val_loss:.4f}", soft_wrap=True)
         if isinstance(event, StepLogged | Validated) and event.step >= leg.last:
             self._now.pop(name, None)
-        if self._live and self._task is not None:
-            self._live.update(self._task, description="  ".join(self._now.values()) or "starting")
+        self._live.update(self._task, description=escape("  ".join(self._now.values()) or "starting"))
 
 
 def interval_text(optimum: "Optimum") -> str:

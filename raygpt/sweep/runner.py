@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 
 from raygpt import storage
 from raygpt.config import Recipe
-from raygpt.errors import DivergedError, RaygptError
+from raygpt.corpus.mixture import Mixture
+from raygpt.corpus.prepare import Watch as Progress
+from raygpt.errors import DivergedError, RaygptError, StoppedError
 from raygpt.runs import checkpoints
 from raygpt.runs.lock import locked
+from raygpt.training import prepared
 from raygpt.training.events import Event, Warned
 from raygpt.training.prepared import run_folder_of
 from raygpt.training.ray import launch
@@ -65,10 +68,6 @@ class Leg:
 def _train_on_ray(recipe: Recipe, watch: Callable[[Event], None], until: int | None) -> BaseException | None:
     """As `raygpt train` does it, to a step or to the end."""
     return launch.train(launch.prepare_run(recipe), watch, until=until).error
-
-
-class StoppedError(RaygptError):
-    """The user asked to stop; everything is saved."""
 
 
 @dataclass
@@ -138,6 +137,11 @@ class _Thread(threading.Thread):
             self.error = self._train(self.leg.recipe, self._watch, self.leg.until)
         except BaseException as error:
             self.error = error
+
+
+def prepare_corpus(recipe: Recipe, watch: Progress) -> Mixture:
+    """The whole corpus, which all runs read, prepared if necessary."""
+    return prepared.prepare_run(recipe, watch, False, spare_cpus=lambda: 0).corpus
 
 
 @contextmanager
