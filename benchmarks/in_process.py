@@ -24,9 +24,9 @@ def train(recipe: Recipe, watch: Callable[[Event], None], until: int | None) -> 
     module = engine_of(recipe.engine)
     module.set_up(run.recipe)
     split = split_batch(run.recipe, run.plan.vocab, module.find_devices(run.recipe))
-    session = LocalSession()
+    engine, session = module.Engine(run.recipe, run.plan.vocab, accumulation=split.accumulation), LocalSession()
     try:
-        Loop(run.task(None, until), module.Engine(run.recipe, run.plan.vocab, split.accumulation), session).run()
+        Loop(run.task(None, until), engine, session).run()
     except RaygptError as error:
         return error
     for event in session.events:

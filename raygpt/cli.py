@@ -148,6 +148,7 @@ def sweep(
     if not axes:
         raise RaygptError("sweep: there is nothing to try; write e.g. optimizer.learning_rate=1e-3,2e-3,4e-3")
     base = grid.base_of(recipe, overrides, "sweep")
+    grid.check_values(recipe, overrides, axes)
     prepared.check(base)
     with launch.on_cluster(base):
         with data.preparing() as progress:
@@ -173,7 +174,9 @@ def scaling(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What to change in it, as for train.")
     ] = None,
-    share: Annotated[float, typer.Option(help="How much of the run's compute the small models may take.")] = 0.1,
+    share: Annotated[
+        float, typer.Option(min=0, max=1, help="How much of the run's compute the small models may take.")
+    ] = 0.1,
     as_json: Json = False,
 ) -> None:
     """Predict a run's loss: train small models of its family, and fit a law in parameters and tokens."""
@@ -184,12 +187,14 @@ def scaling(
     from raygpt.show.sweep import running
     from raygpt.sweep import scaling as ladders
     from raygpt.sweep.grid import base_of
+    from raygpt.sweep.ladder import check_length
     from raygpt.sweep.runner import prepare_corpus
     from raygpt.training import prepared
     from raygpt.training.plan import in_steps
     from raygpt.training.ray import launch
 
     base = base_of(recipe, overrides or [], "scaling")
+    check_length(base)
     prepared.check(base)
     with launch.on_cluster(base):
         with data.preparing() as progress:

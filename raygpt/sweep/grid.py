@@ -80,10 +80,17 @@ def base_of(name: str, overrides: Sequence[str], suffix: str) -> Recipe:
     return base.model_copy(update={"run": run})
 
 
+def check_values(name: str, overrides: Sequence[str], axes: Sequence[Axis]) -> None:
+    """Refuse a value that its key cannot have, before anything is prepared."""
+    for axis in axes:
+        for value in axis.values:
+            load_recipe(name, [*overrides, f"{axis.key}={value}"])
+
+
 def plan_sweep(
     name: str, overrides: Sequence[str], axes: Sequence[Axis], windows: Callable[[int], int], is_whole: bool
 ) -> Sweep:
-    """The sweep of a recipe; refuses a value that its key cannot have. `windows` counts those of a context."""
+    """The sweep of a recipe; refuses values that do not fit each other. `windows` counts those of a context."""
     base = base_of(name, overrides, "sweep")
     folder = run_folder_of(base)
     trials = trials_of(axes)

@@ -42,16 +42,14 @@ class Rung:
 
 def choose_rungs(recipe: Recipe, vocab: int, share: float) -> list[Rung]:
     """The ladder of a run, for at most this share of its compute; refuses a share that is too small for one."""
+    check_length(recipe)
     target = _rung(recipe, vocab)
-    models = _smaller(recipe, vocab)
-    crosses = list(_crosses(recipe, vocab, models))
+    crosses = list(_crosses(recipe, vocab, _smaller(recipe, vocab)))
     if not crosses:
+        model = recipe.model
         raise RaygptError(
-            f"training.steps: {recipe.steps} are too few for a ladder, whose rungs have {FEWEST_STEPS} steps or more "
-            f"and are shorter than the run; write {4 * FEWEST_STEPS} or more"
-            if recipe.steps < 4 * FEWEST_STEPS
-            else f"model: {recipe.model.layers} layers of width {recipe.model.width} are too small for a ladder of "
-            "smaller ones; write a larger model"
+            f"model: {model.layers} layers of width {model.width} are too small for a ladder of smaller ones; write a "
+            "larger model"
         )
     fitting = [cross for cross in crosses if cost(cross) <= share * target.flops]
     if not fitting:
@@ -62,6 +60,16 @@ def choose_rungs(recipe: Recipe, vocab: int, share: float) -> list[Rung]:
         )
     chosen = min(fitting, key=lambda cross: (*_distances(cross, target), -len(cross)))
     return _filled(chosen, share * target.flops, recipe, vocab)
+
+
+def check_length(recipe: Recipe) -> None:
+    """Refuse a run that is too short for a ladder, if its length is in steps."""
+    steps, fewest = recipe.training.steps, 2 ** (ARM[0] - 1) * FEWEST_STEPS + 1
+    if steps is not None and steps < fewest:
+        raise RaygptError(
+            f"training.steps: {steps} are too few for a ladder, whose rungs have {FEWEST_STEPS} steps, twice and four "
+            f"times as many, and are shorter than the run; write {fewest} or more"
+        )
 
 
 def cost(rungs: Sequence[Rung]) -> float:

@@ -56,8 +56,6 @@ class Answer:
 
 def plan_ladder(recipe: Recipe, vocab: int, share: float) -> Ladder:
     """The ladder of a recipe, whose run is named for the ladder; refuses a share of the compute that is too small."""
-    if not 0 < share <= 1:
-        raise RaygptError(f"--share: {share:g} is no share of the run's compute; write e.g. --share 0.1")
     description = describe(recipe.model, vocab)
     flops = float(description.flops_per_token) * recipe.steps * recipe.training.batch_tokens
     rungs = choose_rungs(recipe, vocab, share)

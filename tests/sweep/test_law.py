@@ -39,7 +39,7 @@ def test_a_share_that_is_too_small_is_refused_with_the_one_that_is_not():
     recipe = load_recipe("tiny", {"training.steps": 1300})
     with pytest.raises(RaygptError, match=r"0.001 of the run's compute is too little .* write --share 0\.\d+"):
         choose_rungs(recipe, VOCAB, 0.001)
-    with pytest.raises(RaygptError, match=r"180 are too few for a ladder.*write 1200 or more"):
+    with pytest.raises(RaygptError, match=r"180 are too few for a ladder.*write 1201 or more"):
         choose_rungs(load_recipe("tiny"), VOCAB, 0.1)
 
 
