@@ -140,12 +140,12 @@ def parallel(title: str, axes: Sequence[tuple[str, Sequence[Tick]]], curves: Seq
     """An <svg> with a vertical axis for each key, one beside the other, and a line through all of them for each trial.
     Heights are from 0 to 1 on every axis."""
     frame = Frame(0, len(axes) - 1, 0, 1)
-    lines = []
+    lines, labels = [], []
     for n, (name, ticks) in enumerate(axes):
         x, side = frame.x(n), 'dx="-6" text-anchor="end"' if n == len(axes) - 1 else 'dx="6"'
         lines.append(f'<line class="axis" x1="{x}" x2="{x}" y1="0" y2="100%"/>')
         lines.append(f'<text x="{x}" y="100%" dy="17" text-anchor="middle">{escape(name)}</text>')
-        lines += [f'<text x="{x}" y="{frame.y(at)}" dy="4" {side}>{escape(label)}</text>' for at, label in ticks]
+        labels += [f'<text x="{x}" y="{frame.y(at)}" dy="-4" {side}>{escape(label)}</text>' for at, label in ticks]
     return "\n".join(
         [
             f'<svg class="plot" overflow="visible" role="img" aria-label="{escape(title)}">',
@@ -153,7 +153,9 @@ def parallel(title: str, axes: Sequence[tuple[str, Sequence[Tick]]], curves: Seq
             f'<svg class="curves" viewBox="0 -1 {len(axes) - 1} 1" preserveAspectRatio="none" width="100%" '
             'height="100%" overflow="visible"><g transform="scale(1,-1)">',
             *(_path(curve, frame) for curve in curves),
-            "</g></svg></svg>",
+            "</g></svg>",
+            *labels,
+            "</svg>",
         ]
     )
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from raygpt.show import chart
-from raygpt.show.console import out, relative_path, table_of
+from raygpt.show.console import note, out, relative_path, table_of
 from raygpt.show.scaling_page import law_text
 
 if TYPE_CHECKING:
@@ -19,6 +19,13 @@ def show_plan(ladder: "Ladder", at_once: int) -> None:
     rows.append(("compute", f"{ladder.share:.1%} of the run's {ladder.flops:.2e} FLOPs; {at_once} at once"))
     rows.append(("folder", relative_path(ladder.folder)))
     out.print(table_of(rows))
+    if ladder.is_far:
+        largest = max(rung.parameters for rung in ladder.rungs)
+        remedy = f"--share {ladder.enough:.2g} would come near" if ladder.enough else "no ladder of 12 rungs comes near"
+        note(
+            f"the run is far from its ladder, whose largest model has 1/{ladder.parameters / largest:.0f} of its "
+            f"parameters; {remedy}"
+        )
 
 
 def show_answer(ladder: "Ladder", answer: "Answer", page: str) -> None:

@@ -76,7 +76,12 @@ def _panel(title: str, x: str, other: str, ladder: "Ladder", answer: "Answer") -
     room_x, room_y = ROOM * (right - left), ROOM * (high - low)
     frame = chart.Frame(left - room_x, right + room_x, low - room_y, high + room_y)
     drawn = chart.plot(title, x, frame, [curve for curve in curves if curve.points], (), "", log_ticks(left, right))
-    return f'<div class="chart card"><h3>{escape(title)}</h3>\n{drawn}\n</div>'
+    names = [f"{chart.short(value)} {other}" for value in values] + [f"the run's {chart.short(goal[other])}"]
+    legend = "".join(
+        f'<span><i class="dot" style="background:var(--c{n % chart.COLOURS})"></i>{name}</span>'
+        for n, name in enumerate(names)
+    )
+    return f'<div class="chart card wide"><h3>{escape(title)}</h3><div class="legend">{legend}</div>\n{drawn}\n</div>'
 
 
 def _law_curve(answer: "Answer", x: str, other: str, value: float, left: float, right: float) -> list[chart.Point]:

@@ -97,7 +97,7 @@ def show_answer(sweep: "Sweep", answer: "Answer", page: str) -> None:
     fitted = {one.key: one for one in answer.fit.optima}
     for axis in sweep.axes:
         if one := fitted.get(axis.key):
-            rows.append(("fitted", f"{axis.key} {interval_text(one)}{_hint(sweep, answer, axis.key)}"))
+            rows.append(("fitted", f"{axis.key} {interval_text(one)}"))
         elif hint := _hint(sweep, answer, axis.key):
             rows.append(("fitted", f"{axis.key} has no minimum inside its values{hint}"))
     for effect in answer.fit.effects:

@@ -9,7 +9,6 @@ from raygpt import __version__
 from raygpt.formatting import number_text
 from raygpt.show import chart
 from raygpt.show.page import document, table
-from raygpt.show.sweep import interval_text
 from raygpt.sweep.optimum import Compared, Optimum, place
 from raygpt.sweep.values import Axis, number_of
 
@@ -49,9 +48,13 @@ def _about(sweep: "Sweep", answer: "Answer") -> str:
 def _tiles(answer: "Answer") -> str:
     tiles = [("best validation loss", f"{answer.loss:.4f}")]
     tiles += [(f"best {escape(key)}", escape(value)) for key, value in answer.best.values.items()]
-    tiles += [(f"fitted {escape(one.key)}", interval_text(one)) for one in answer.fit.optima]
+    tiles += [(f"fitted {escape(one.key)}{_interval(one)}", f"{one.value:.3g}") for one in answer.fit.optima]
     inner = "".join(f'<div class="tile"><b>{value}</b><span>{label}</span></div>' for label, value in tiles)
     return f'<div class="tiles card">{inner}</div>'
+
+
+def _interval(optimum: Optimum) -> str:
+    return "" if optimum.low is None else f", {optimum.low:.3g} to {optimum.high:.3g}"
 
 
 def _legend(sweep: "Sweep") -> str:
@@ -69,13 +72,16 @@ def round_names(sweep: "Sweep") -> list[str]:
 
 
 def _panel(axis: Axis, sweep: "Sweep", answer: "Answer") -> str:
-    """Losses over the values of a key, in a colour for each round, and the parabola through the last ones."""
+    """The lowest loss with each value of a key, in a colour for each round, and the parabola through the last ones."""
     where = places(axis)
     curves = []
     for number, name in enumerate(round_names(sweep)):
-        found = [one for one in answer.compared if one.round == number and math.isfinite(one.loss)]
-        points = sorted((where[one.values[axis.key]], one.loss) for one in found)
-        curves.append(chart.Curve(name, points, number, number, has_dots=True))
+        lowest: dict[float, float] = {}
+        for one in answer.compared:
+            if one.round == number and math.isfinite(one.loss):
+                at = where[one.values[axis.key]]
+                lowest[at] = min(one.loss, lowest.get(at, math.inf))
+        curves.append(chart.Curve(name, sorted(lowest.items()), number, number, has_dots=True))
     optimum = next((one for one in answer.fit.optima if one.key == axis.key), None)
     left, right = min(where.values()), max(where.values())
     if optimum:
@@ -88,7 +94,8 @@ def _panel(axis: Axis, sweep: "Sweep", answer: "Answer") -> str:
     marks = [chart.Mark(place(axis, optimum.value), f"fitted optimum {optimum.value:.3g}")] if optimum else []
     ticks = [(at, value) for value, at in where.items()]
     drawn = chart.plot(axis.key, axis.key, frame, [c for c in shown if c.points], marks, "", ticks)
-    return f'<div class="chart card"><h3>{escape(axis.key)}</h3>\n{drawn}\n</div>'
+    kind = "wide" if len(sweep.axes) == 1 else ""
+    return f'<div class="chart card {kind}"><h3>{escape(axis.key)}</h3>\n{drawn}\n</div>'
 
 
 def _top(answer: "Answer") -> float:

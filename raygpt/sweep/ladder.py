@@ -19,6 +19,7 @@ FEWEST_STEPS = 300  # of a rung: shorter runs mostly show how they begin
 SIZES = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)  # of width, heads and layers
 ARM = (3, 6)  # rungs of an arm: at least, at most
 MOST_RUNGS = 12
+NEAR = 2.5  # doublings of size or tokens over which a law may be trusted to a few percent
 HEAD_MULTIPLE = 8  # of a head's size: matrix units need multiples, RoPE even numbers
 
 
@@ -58,8 +59,18 @@ def choose_rungs(recipe: Recipe, vocab: int, share: float) -> list[Rung]:
             f"--share: {share:g} of the run's compute is too little for a ladder of rungs with {FEWEST_STEPS} steps or "
             f"more; write --share {math.ceil(1000 * needed) / 1000:g}, or a longer run"
         )
-    chosen = min(fitting, key=lambda cross: (*_distances(cross, target), -len(cross)))
+    chosen = min(fitting, key=lambda cross: (round(distance(cross, target.parameters, target.tokens), 1), -len(cross)))
     return _filled(chosen, share * target.flops, recipe, vocab)
+
+
+def share_to_come_near(recipe: Recipe, vocab: int) -> float | None:
+    """The share of the compute with which a ladder reaches within NEAR doublings of the run; None if none does."""
+    target = _rung(recipe, vocab)
+    crosses = _crosses(recipe, vocab, _smaller(recipe, vocab))
+    near = [
+        cost(cross) / target.flops for cross in crosses if distance(cross, target.parameters, target.tokens) <= NEAR
+    ]
+    return min(near, default=None)
 
 
 def check_length(recipe: Recipe) -> None:
@@ -77,11 +88,10 @@ def cost(rungs: Sequence[Rung]) -> float:
     return sum(rung.flops for rung in rungs)
 
 
-def _distances(cross: Sequence[Rung], target: Rung) -> tuple[float, float]:
-    """How far the ladder is from the run, in doublings: the larger of size and tokens, and their sum."""
-    size = math.log2(target.parameters / max(rung.parameters for rung in cross))
-    tokens = math.log2(target.tokens / max(rung.tokens for rung in cross))
-    return round(max(size, tokens), 1), size + tokens
+def distance(rungs: Sequence[Rung], parameters: int, tokens: int) -> float:
+    """How far a ladder is from such a run, in doublings: the larger of size and tokens."""
+    size = math.log2(parameters / max(rung.parameters for rung in rungs))
+    return max(size, math.log2(tokens / max(rung.tokens for rung in rungs)))
 
 
 def _crosses(recipe: Recipe, vocab: int, models: Sequence[Recipe]) -> Iterator[list[Rung]]:

@@ -18,7 +18,7 @@ from raygpt.errors import RaygptError
 from raygpt.models import describe
 from raygpt.planning.loss import FORMAT, SCALING, Law, Loss, family_of, size_of
 from raygpt.sweep.grid import KEPT, claim
-from raygpt.sweep.ladder import Rung, choose_rungs, cost
+from raygpt.sweep.ladder import NEAR, Rung, choose_rungs, cost, distance, share_to_come_near
 from raygpt.sweep.law import Fitted, Measured, fit_law
 from raygpt.sweep.runner import Leg, Runner
 from raygpt.training.prepared import run_folder_of
@@ -33,6 +33,7 @@ class Ladder:
     rungs: tuple[Rung, ...]
     parameters: int  # of the run: N of the law
     flops: float  # of the run
+    enough: float | None  # share of the run's compute that would come near to it; None if no ladder does
 
     @property
     def tokens(self) -> int:
@@ -43,6 +44,11 @@ class Ladder:
     def share(self) -> float:
         """Compute of the rungs over that of the run."""
         return cost(self.rungs) / self.flops
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the run is so much larger that the law is little more than a guess."""
+        return distance(self.rungs, self.parameters, self.tokens) > NEAR
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,8 @@ def plan_ladder(recipe: Recipe, vocab: int, share: float) -> Ladder:
     description = describe(recipe.model, vocab)
     flops = float(description.flops_per_token) * recipe.steps * recipe.training.batch_tokens
     rungs = choose_rungs(recipe, vocab, share)
-    return Ladder(run_folder_of(recipe), recipe, tuple(rungs), size_of(description), flops)
+    enough = share_to_come_near(recipe, vocab)
+    return Ladder(run_folder_of(recipe), recipe, tuple(rungs), size_of(description), flops, enough)
 
 
 def run_ladder(ladder: Ladder, runner: Runner) -> Answer:

@@ -8,6 +8,7 @@ from raygpt.planning.loss import TERMS, Law
 from raygpt.recipes import load_recipe
 from raygpt.sweep.ladder import choose_rungs, cost
 from raygpt.sweep.law import Measured, fit_law
+from raygpt.sweep.scaling import plan_ladder
 
 VOCAB = 4096
 TRUE = (1.8, 60.0, 0.32, 900.0, 0.38)  # E, A, a, B, b: a loss of 4.4 for tiny after 4,000 steps
@@ -41,6 +42,14 @@ def test_a_share_that_is_too_small_is_refused_with_the_one_that_is_not():
         choose_rungs(recipe, VOCAB, 0.001)
     with pytest.raises(RaygptError, match=r"180 are too few for a ladder.*write 1201 or more"):
         choose_rungs(load_recipe("tiny"), VOCAB, 0.1)
+
+
+def test_a_ladder_that_is_far_from_its_run_says_with_which_share_it_would_not_be():
+    recipe = load_recipe("modern-124m", {"training.steps": 1280})
+    far = plan_ladder(recipe, 50257, 0.1)
+    assert far.is_far
+    assert 0.1 < far.enough < 0.25
+    assert not plan_ladder(recipe, 50257, far.enough).is_far
 
 
 def test_a_law_without_noise_predicts_the_run():
