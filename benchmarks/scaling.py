@@ -54,11 +54,11 @@ def figures(recipe: str, words: list[str], share: float) -> dict[str, Any]:
         raise RaygptError(str(error))
     return {
         "predicted": answer.loss.loss,
-        "low": answer.loss.low,
-        "high": answer.loss.high,
+        "low": float(answer.loss.low),
+        "high": float(answer.loss.high),
         "came": itself.loss,
         "error": answer.loss.loss / itself.loss - 1,
-        "is_covered": answer.loss.low <= itself.loss <= answer.loss.high,
+        "is_covered": bool(answer.loss.low <= itself.loss <= answer.loss.high),
         "share_of_compute": ladder.share,
         "ladder_seconds": took,
         "run_seconds": time.monotonic() - began - took,

@@ -145,14 +145,13 @@ def run_sweep(sweep: Sweep, runner: Runner, say: Callable[[str], None]) -> Answe
 
 
 def _compare(sweep: Sweep, runner: Runner, names: Sequence[str], one: Round) -> tuple[dict[str, float], int]:
-    """The losses of trials that are cooled down early, and the tokens up to there: of their runs and of the forks."""
+    """The losses of trials that are cooled down early, and the tokens up to there, from the first step on."""
     trunks, forks, tokens = [], {}, 0
     for name in names:
         recipe = sweep.recipes[name]
         step, last = one.steps(recipe)
-        trunk = Leg(recipe, until=step)
-        trunks.append(trunk)
-        forks[name] = Leg(cooled(recipe, f"{name}.{step}", step, last)) if last > step else trunk
+        trunks.append(Leg(recipe, until=step))
+        forks[name] = Leg(cooled(recipe, f"{name}.{step}", step, last))
         tokens += last * recipe.training.batch_tokens
     runner.train(trunks)
     runner.train([fork for name, fork in forks.items() if name not in runner.diverged])

@@ -20,6 +20,7 @@ SIZES = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)  # of width, heads and layer
 ARM = (3, 6)  # rungs of an arm: at least, at most
 MOST_RUNGS = 12
 NEAR = 2.5  # doublings of size or tokens over which a law may be trusted to a few percent
+FEWEST_LAYERS = 2  # a model of one layer cannot look for what followed the same token before: it is no small version
 HEAD_MULTIPLE = 8  # of a head's size: matrix units need multiples, RoPE even numbers
 
 
@@ -148,7 +149,7 @@ def _scaled(recipe: Recipe, share: float) -> Recipe:
     model = recipe.model
     heads = max(1, round(model.heads * share))
     head = max(1, round(model.width * share / heads / HEAD_MULTIPLE)) * HEAD_MULTIPLE
-    layers = max(1, round(model.layers * share))
+    layers = max(min(FEWEST_LAYERS, model.layers), round(model.layers * share))
     sizes = {"depth": None, "layers": layers, "heads": heads, "width": heads * head, "head_size": None}
     if model.head_size:
         sizes["head_size"] = (

@@ -1,6 +1,6 @@
 """`raygpt scaling`: trains a ladder of small models of a recipe's family, and fits the law by which its loss falls.
 
-RUN_STORAGE/NAME/            trials.json: which rungs
+RUN_STORAGE/NAME/            trials.json: which family
     2x64-300                 a rung, an ordinary run: 2 layers of width 64, 300 steps
     scaling.json             the law, for `raygpt plan`, as raygpt/planning/loss.py describes it
     scaling.html             a page that draws it
@@ -101,14 +101,9 @@ def as_dict(ladder: Ladder, answer: Answer) -> dict[str, Any]:
     }
 
 
-def definition_of(ladder: Ladder) -> dict[str, Any]:
-    """What makes it the same ladder when it is started again."""
-    return {"family": family_of(ladder.recipe), "rungs": [rung.name for rung in ladder.rungs]}
-
-
 def claim_ladder(ladder: Ladder) -> None:
-    """Write what the folder is for; refuses one that is for something else."""
-    claim(ladder.folder, definition_of(ladder))
+    """Write what the folder is for; refuses that of another family. A larger ladder uses the rungs that are there."""
+    claim(ladder.folder, {"family": family_of(ladder.recipe)})
 
 
 def _as_run(rung: Rung, folder: str) -> Recipe:

@@ -19,6 +19,7 @@ from raygpt.recipes import read_override
 EVENLY = 5  # values of a range that does not say how many
 DIGITS = 3  # of a value between the ends of a range
 MOST_VALUES, MOST_TRIALS = 100, 1000
+LONGEST_NAME = 100  # of a trial; that of a run has 128 characters, and a fork's has its step behind it
 NUMBER = r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 RANGE = re.compile(rf"(log:)?({NUMBER})\.\.({NUMBER})(?::([0-9]+))?")
 # Losses on other text cannot be compared; the other keys do not change a loss.
@@ -70,8 +71,9 @@ def trials_of(axes: Sequence[Axis]) -> list[Trial]:
     for values in itertools.product(*(axis.values for axis in axes)):
         names = [_plain(f"{axis.name}-{value}") for axis, value in zip(axes, values, strict=True)]
         trials.append(Trial("_".join(names), {axis.key: value for axis, value in zip(axes, values, strict=True)}))
-    if len({trial.name for trial in trials}) < count:  # e.g. of texts that differ in punctuation alone
-        trials = [replace(trial, name=f"{trial.name}_{n}") for n, trial in enumerate(trials)]
+    names = {trial.name for trial in trials}
+    if len(names) < count or max(map(len, names)) > LONGEST_NAME:  # e.g. of texts that differ in punctuation alone
+        trials = [replace(trial, name=f"trial-{n}") for n, trial in enumerate(trials, 1)]
     return trials
 
 

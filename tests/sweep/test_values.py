@@ -39,6 +39,14 @@ def test_trials_are_all_combinations_under_names_that_runs_can_have():
     assert trials[3].values == {"optimizer.betas": "[0.8,0.95]", "schedule.kind": "cosine"}
 
 
+def test_names_that_are_too_long_or_alike_are_numbers():
+    words = [
+        f"model.{key}=0.123456789,0.2" for key in ("dropout", "rope_share", "norm_epsilon", "softcap", "rope_base")
+    ]
+    assert [trial.name for trial in trials_of(divide(words)[0])][:2] == ["trial-1", "trial-2"]
+    assert [trial.name for trial in trials_of(divide(["a.b=[x],{x}"])[0])] == ["trial-1", "trial-2"]
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
