@@ -71,8 +71,8 @@ def trials_of(axes: Sequence[Axis]) -> list[Trial]:
     for values in itertools.product(*(axis.values for axis in axes)):
         names = [_plain(f"{axis.name}-{value}") for axis, value in zip(axes, values, strict=True)]
         trials.append(Trial("_".join(names), {axis.key: value for axis, value in zip(axes, values, strict=True)}))
-    names = {trial.name for trial in trials}
-    if len(names) < count or max(map(len, names)) > LONGEST_NAME:  # e.g. of texts that differ in punctuation alone
+    distinct = {trial.name for trial in trials}
+    if len(distinct) < count or max(map(len, distinct)) > LONGEST_NAME:  # e.g. texts of punctuation
         trials = [replace(trial, name=f"trial-{n}") for n, trial in enumerate(trials, 1)]
     return trials
 
