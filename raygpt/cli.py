@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, StoppedError
 
 if TYPE_CHECKING:
     from raygpt.config import Data
@@ -43,8 +43,9 @@ def main() -> None:
     except RaygptError as error:
         from raygpt.show import console
 
-        console.fail(str(error))
-        sys.exit(1)
+        is_stopped = isinstance(error, StoppedError)
+        (console.note if is_stopped else console.fail)(str(error))
+        sys.exit(130 if is_stopped else 1)
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
@@ -182,6 +183,103 @@ def plan(
     planning.show_forecast(found, price, changes)
     if answer:
         planning.show_compiled(answer)
+
+
+@app.command(context_settings=UNKNOWN_AS_KEYS)
+def sweep(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a YAML file.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY=VALUES",
+            help="What to try, e.g. optimizer.learning_rate=1e-3,2e-3 or log:1e-3..1e-1; one value is an override.",
+        ),
+    ],
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Train every trial to its end, not only the best quarter.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Find the best values of a recipe's keys: train trials, stop the hopeless ones early, and fit the optimum."""
+    from raygpt import storage
+    from raygpt.show import console, data
+    from raygpt.show import sweep as shown
+    from raygpt.show.sweep_page import sweep_page
+    from raygpt.sweep import grid
+    from raygpt.sweep.runner import prepare_corpus
+    from raygpt.sweep.values import divide
+    from raygpt.training import prepared
+    from raygpt.training.ray import launch
+
+    axes, overrides = divide(words)
+    if not axes:
+        raise RaygptError("sweep: there is nothing to try; write e.g. optimizer.learning_rate=1e-3,2e-3,4e-3")
+    base = grid.base_of(recipe, overrides, "sweep")
+    grid.check_values(recipe, overrides, axes)
+    prepared.check(base)
+    with launch.on_cluster(base):
+        with data.preparing() as progress:
+            corpus = prepare_corpus(base, progress)
+        planned = grid.plan_sweep(recipe, overrides, axes, corpus.windows, whole)
+        grid.claim(planned.folder, grid.definition_of(planned))
+        with shown.running(planned.folder, base, as_json) as runs:
+            if not as_json:
+                shown.show_plan(planned, runs.at_once)
+            answer = grid.run_sweep(planned, runs, console.note)
+    grid.write_answer(planned, answer)
+    page = storage.join(planned.folder, "sweep.html")
+    storage.write_bytes(page, sweep_page(planned, answer).encode())
+    if as_json:
+        _print_json(grid.as_dict(answer))
+    else:
+        shown.show_answer(planned, answer, page)
+
+
+@app.command(context_settings=UNKNOWN_AS_KEYS)
+def scaling(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What to change in it, as for train.")
+    ] = None,
+    share: Annotated[
+        float, typer.Option(min=0, max=1, help="How much of the run's compute the small models may take.")
+    ] = 0.1,
+    as_json: Json = False,
+) -> None:
+    """Predict a run's loss: train small models of its family, and fit a law in parameters and tokens."""
+    from raygpt import storage
+    from raygpt.show import data
+    from raygpt.show import scaling as shown
+    from raygpt.show.scaling_page import scaling_page
+    from raygpt.show.sweep import running
+    from raygpt.sweep import scaling as ladders
+    from raygpt.sweep.grid import base_of
+    from raygpt.sweep.ladder import check_length
+    from raygpt.sweep.runner import prepare_corpus
+    from raygpt.training import prepared
+    from raygpt.training.plan import in_steps
+    from raygpt.training.ray import launch
+
+    base = base_of(recipe, overrides or [], "scaling")
+    check_length(base)
+    prepared.check(base)
+    with launch.on_cluster(base):
+        with data.preparing() as progress:
+            corpus = prepare_corpus(base, progress)
+        in_full = in_steps(base, corpus.windows(base.model.context))
+        ladder = ladders.plan_ladder(in_full, corpus.tokenizer.vocab, share)
+        ladders.claim_ladder(ladder)
+        with running(ladder.folder, base, as_json) as runs:
+            if not as_json:
+                shown.show_plan(ladder, runs.at_once)
+            answer = ladders.run_ladder(ladder, runs)
+    ladders.write_law(ladder, answer)
+    page = storage.join(ladder.folder, "scaling.html")
+    storage.write_bytes(page, scaling_page(ladder, answer).encode())
+    if as_json:
+        _print_json(ladders.as_dict(ladder, answer))
+    else:
+        shown.show_answer(ladder, answer, page)
 
 
 @app.command(context_settings=UNKNOWN_AS_KEYS)

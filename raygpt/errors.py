@@ -12,6 +12,14 @@ class DamagedError(RaygptError):
     """A file is corrupt: reading it again does not help."""
 
 
+class DivergedError(RaygptError):
+    """Training went astray: the loss is not a number, or has risen too far."""
+
+
+class StoppedError(RaygptError):
+    """The user asked to stop, and everything is saved."""
+
+
 class StorageError(RaygptError):
     """The storage cannot be reached or written at the moment: a retry may help."""
 

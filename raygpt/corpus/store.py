@@ -34,10 +34,17 @@ VERSION = 1
 HEADER = struct.Struct("<8sHHQ16sQQH")
 HEADER_BYTES = 64
 STORES = "stores"  # beside the runs, which share the prepared tokens
+TRIALS = "trials.json"  # in a folder of runs that one sweep trains
 INDEX, PLAN = "index.json", "plan.json"
 FAILED = "failed.txt"  # why prepare stopped, for readers of an incomplete store
 
 Ids = NDArray[np.integer[Any]]
+
+
+def stores_of(home: str) -> str:
+    """The folder of the token stores that the runs in `home` share; the runs of a sweep use those beside the sweep."""
+    is_sweep = storage.exists(storage.join(home, TRIALS))
+    return storage.join(home.rstrip("/").rpartition("/")[0] if is_sweep else home, STORES)
 
 
 @dataclass(frozen=True)

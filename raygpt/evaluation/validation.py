@@ -10,7 +10,7 @@ from raygpt import storage
 from raygpt.corpus.feed import val_windows
 from raygpt.corpus.mixture import open_mixture
 from raygpt.corpus.order import window_count
-from raygpt.corpus.store import STORES, TokenStore, TokenStream, open_store
+from raygpt.corpus.store import TokenStore, TokenStream, open_store, stores_of
 from raygpt.corpus.tokenizers import byte_lengths
 from raygpt.errors import RaygptError
 from raygpt.evaluation.continuations import TOKENS, Watch
@@ -56,7 +56,7 @@ def val_streams(run: OpenRun, fingerprints: Sequence[str]) -> list[TokenStream]:
     """The validation part of every store that the run was trained on."""
     if not fingerprints:
         raise RaygptError(f"{run.folder} was imported and has no validation text of its own; name a --task instead")
-    home = storage.join(run.home, STORES)
+    home = stores_of(run.home)
     prepared = [_prepared(home, fingerprint) for fingerprint in fingerprints]
     known = [store for store in prepared if store]
     if len(known) < len(prepared):

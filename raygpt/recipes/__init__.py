@@ -192,11 +192,11 @@ def _changes(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
             raise RaygptError(explain_option(item))
         if not (key and equals):
             raise RaygptError(f"override {shown(item)}: is not key=value; write e.g. training.steps=20")
-        changes |= flat({key: _override_value(text, f"override {shown(item)}")})
+        changes |= flat({key: read_override(text, f"override {shown(item)}")})
     return changes
 
 
-def _override_value(text: str, where: str) -> Any:
+def read_override(text: str, where: str) -> Any:
     """A list, a mapping or quoted text is parsed as YAML; the rest is literal, so that `*.txt` is not a YAML alias."""
     if text.startswith(("[", "{", '"', "'")):
         return _parse(text, where)

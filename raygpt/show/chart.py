@@ -21,6 +21,7 @@ BAR_HEIGHT = 24  # with the gap below it
 PICTURE_COLOURS = ("#4c8dff", "#e8590c", "#12b886", "#cc5de8", "#c99700", "#868e96")
 
 Point = tuple[float, float | None]  # without a value the curve has a gap
+Tick = tuple[float, str]
 
 
 @dataclass(frozen=True)
@@ -107,20 +108,16 @@ def plot(
     curves: Sequence[Curve],
     marks: Sequence[Mark] = (),
     attributes: str = "",
+    ticks: Sequence[Tick] | None = None,
 ) -> str:
-    """An <svg> of grid, curves and marks, of any size; the labels lie around it."""
-    wide, tall = frame.units
-    box = f"{frame.left / wide:g} {-frame.high / tall:g} {(frame.right - frame.left) / wide:g} "
-    box += f"{(frame.high - frame.low) / tall:g}"
+    """An <svg> of grid, curves and marks, of any size; the labels lie around it. `ticks` are those of an x axis that is
+    neither steps, tokens nor time."""
     inside = [mark for mark in marks if frame.left <= mark.x <= frame.right]
     return "\n".join(
         [
             f'<svg class="plot" overflow="visible" role="img" aria-label="{escape(title)} by {axis}"{attributes}>',
-            *_grid(frame, axis),
-            f'<svg class="curves" viewBox="{box}" data-units="{wide:g} {tall:g}" preserveAspectRatio="none" '
-            'width="100%" height="100%" overflow="visible"><g transform="scale(1,-1)">',
-            *(_path(curve, frame) for curve in curves),
-            "</g></svg>",
+            *_grid(frame, x_ticks(frame, axis) if ticks is None else ticks),
+            *_curves(frame, curves),
             *(_dots(curve, frame) for curve in curves if _is_dotted(curve, frame)),
             *(_mark(mark, frame) for mark in inside),
             "</svg>",
@@ -183,6 +180,27 @@ def bar_picture(title: str, groups: Sequence[tuple[str, Sequence[Bar]]]) -> str:
     )
 
 
+def parallel(title: str, axes: Sequence[tuple[str, Sequence[Tick]]], curves: Sequence[Curve]) -> str:
+    """An <svg> with a vertical axis for each key, one beside the other, and a line through all of them for each trial.
+    Heights are from 0 to 1 on every axis."""
+    frame = Frame(0, len(axes) - 1, 0, 1)
+    lines, labels = [], []
+    for n, (name, ticks) in enumerate(axes):
+        x, side = frame.x(n), 'dx="-6" text-anchor="end"' if n == len(axes) - 1 else 'dx="6"'
+        lines.append(f'<line class="axis" x1="{x}" x2="{x}" y1="0" y2="100%"/>')
+        lines.append(f'<text x="{x}" y="100%" dy="17" text-anchor="middle">{escape(name)}</text>')
+        labels += [f'<text x="{x}" y="{frame.y(at)}" dy="-4" {side}>{escape(label)}</text>' for at, label in ticks]
+    return "\n".join(
+        [
+            f'<svg class="plot" overflow="visible" role="img" aria-label="{escape(title)}">',
+            *lines,
+            *_curves(frame, curves),
+            *labels,
+            "</svg>",
+        ]
+    )
+
+
 def style() -> str:
     """The CSS of a chart, which takes its colours from the variables of the page around it."""
     return (resources.files("raygpt") / "show" / "assets" / "chart.css").read_text("utf-8")
@@ -191,14 +209,24 @@ def style() -> str:
 # The parts of a plot
 
 
-def _grid(frame: Frame, axis: str) -> Iterator[str]:
+def _grid(frame: Frame, ticks: Sequence[Tick]) -> Iterator[str]:
     for height, label in y_ticks(frame):
         y = frame.y(height)
         yield f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
         yield f'<text x="-8" y="{y}" dy="4" text-anchor="end">{label}</text>'
     yield '<line class="axis" x1="0" x2="100%" y1="100%" y2="100%"/>'
-    for tick, label in x_ticks(frame, axis):
-        yield f'<text x="{frame.x(tick)}" y="100%" dy="17" text-anchor="middle">{label}</text>'
+    for tick, label in ticks:
+        yield f'<text x="{frame.x(tick)}" y="100%" dy="17" text-anchor="middle">{escape(label)}</text>'
+
+
+def _curves(frame: Frame, curves: Sequence[Curve]) -> Iterator[str]:
+    wide, tall = frame.units
+    box = f"{frame.left / wide:g} {-frame.high / tall:g} {(frame.right - frame.left) / wide:g} "
+    box += f"{(frame.high - frame.low) / tall:g}"
+    yield f'<svg class="curves" viewBox="{box}" data-units="{wide:g} {tall:g}" preserveAspectRatio="none" '
+    yield 'width="100%" height="100%" overflow="visible"><g transform="scale(1,-1)">'
+    yield from (_path(curve, frame) for curve in curves)
+    yield "</g></svg>"
 
 
 def _path(curve: Curve, frame: Frame) -> str:
@@ -245,7 +273,7 @@ def _colour(curve: Curve) -> str:
 # Ticks and their labels
 
 
-def y_ticks(frame: Frame) -> list[tuple[float, str]]:
+def y_ticks(frame: Frame) -> list[Tick]:
     """Round numbers on the y axis: heights and labels."""
     if not frame.is_log:
         return [(tick, short(tick)) for tick in ticks(frame.low, frame.high, 5)]
@@ -255,7 +283,7 @@ def y_ticks(frame: Frame) -> list[tuple[float, str]]:
     return [(math.log10(tick), short(tick)) for tick in (found if len(found) > 2 else ticks(low, high, 5))]
 
 
-def x_ticks(frame: Frame, axis: str) -> list[tuple[float, str]]:
+def x_ticks(frame: Frame, axis: str) -> list[Tick]:
     """Round numbers on the x axis and their labels; a time is in the unit that suits its length."""
     if axis == "step":
         return [(tick, f"{tick:,.0f}") for tick in ticks(frame.left, frame.right, 4) if tick == round(tick)]

@@ -46,10 +46,10 @@ def page(runs: Sequence[OpenRun]) -> str:
         f"<footer>Made by raygpt {__version__}. This page needs no network and no other file.</footer>",
         f"<script>{_asset('page.js')}</script>",
     ]
-    return _document(title, "\n".join(body))
+    return document(title, "\n".join(body))
 
 
-def _document(title: str, body: str) -> str:
+def document(title: str, body: str) -> str:
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)} – raygpt</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -117,7 +117,7 @@ def _runs_table(details: Sequence[Mapping[str, Any]]) -> str:
                 f"{len(facts['restarts'])}",
             ]
         )
-    return f'<div style="margin-top:1.5rem">{_table(head, rows, numbers=range(3, 8))}</div>'
+    return f'<div style="margin-top:1.5rem">{table(head, rows, numbers=range(3, 8))}</div>'
 
 
 def _charts(runs: Sequence[OpenRun]) -> Iterator[str]:
@@ -201,7 +201,7 @@ def _differences(runs: Sequence[OpenRun]) -> Iterator[str]:
     ]
     yield "<h2>Where the recipes differ</h2>"
     names = [f"{_dot(number)}{escape(run.name)}" for number, run in enumerate(runs)]
-    yield _table(("key", *names), rows) if rows else "<p>In nothing but their names.</p>"
+    yield table(("key", *names), rows) if rows else "<p>In nothing but their names.</p>"
 
 
 def _samples(runs: Sequence[OpenRun]) -> Iterator[str]:
@@ -271,7 +271,7 @@ def _checkpoints(details: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     ]
     if rows:
         yield "<h2>Checkpoints</h2>"
-        yield _table(("run", "step", "validation loss", "size", ""), rows, numbers=range(1, 4))
+        yield table(("run", "step", "validation loss", "size", ""), rows, numbers=range(1, 4))
 
 
 def _recipes(runs: Sequence[OpenRun]) -> Iterator[str]:
@@ -291,10 +291,10 @@ def _hardware(runs: Sequence[OpenRun]) -> Iterator[str]:
     yield "<h2>Hardware and versions</h2>"
     head = () if len(runs) == 1 else ("", *(f"{_dot(number)}{escape(run.name)}" for number, run in enumerate(runs)))
     rows = [[key.removesuffix(" version"), *(escape(str(about.get(key, "–"))) for about in abouts)] for key in keys]
-    yield _table(head, rows)
+    yield table(head, rows)
 
 
-def _table(head: Iterable[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+def table(head: Iterable[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
     """A table; cells are HTML, and the first of a row is its header."""
     heads = "".join(f"<th{_right(n, numbers)}>{cell}</th>" for n, cell in enumerate(head))
     lines = [

@@ -55,11 +55,11 @@ def live_progress(steps: int) -> Iterator["Training"]:
 
 def show_message(event: Event) -> None:
     """Print warnings and other messages on standard error, when standard output is JSON for a program."""
-    if text := _message_text(event):
+    if text := message_text(event):
         err.print(text, soft_wrap=True)
 
 
-def _message_text(event: Event) -> str:
+def message_text(event: Event) -> str:
     """The text of a message; empty for other events."""
     match event:
         case Warned(text):
@@ -91,7 +91,7 @@ class Training:
             case BatchSplit(text):
                 self._once("batch", text)
             case Message():
-                out.print(_message_text(event), soft_wrap=True)
+                out.print(message_text(event), soft_wrap=True)
                 if isinstance(event, Waiting):
                     self._show("waiting")
             case Resumed(step, folder, is_fork):

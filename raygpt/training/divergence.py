@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from raygpt.config import Training
-from raygpt.errors import RaygptError
+from raygpt.errors import DivergedError
 
 
 class DivergenceCheck:
@@ -37,7 +37,7 @@ class DivergenceCheck:
         is_sound = math.isfinite(metrics["grad_norm"]) or metrics["skipped"]
         if self._training.on_nan == "skip" or (math.isfinite(metrics["loss"]) and is_sound):
             return
-        raise RaygptError(
+        raise DivergedError(
             f"the loss is not a number any more at step {step} (loss {metrics['loss']}, gradient norm "
             f"{metrics['grad_norm']}); the checkpoints before it are intact. Lower optimizer.learning_rate, lengthen "
             "schedule.warmup_steps, or write training.on_nan: skip to leave such steps out"
@@ -49,7 +49,7 @@ class DivergenceCheck:
             return
         text = f"loss or gradient norm was {self._training.spike_sigmas:g} standard deviations above what is usual"
         if self._training.on_spike == "stop":
-            raise RaygptError(
+            raise DivergedError(
                 f"{text}, at or before step {step}; the checkpoints before it are intact. Lower "
                 "optimizer.learning_rate, or write training.on_spike: skip to leave such steps out"
             )

@@ -43,6 +43,7 @@ class Loop:
     def __init__(self, task: Task, engine: Engine, session: Session):
         self._task, self._engine, self._session = task, engine, session
         self._training, self._steps = task.recipe.training, task.recipe.steps
+        self._last = min(task.until or self._steps, self._steps)  # the schedule is that of all steps
         self._save_every, self._eval_every = int(self._training.checkpoint_every), int(self._training.eval_every)
         self._about = engine.describe()
         self._divergence = DivergenceCheck(self._training, session.warn)
@@ -68,7 +69,7 @@ class Loop:
             if self._is_evaluated(step) and not orders.stop:  # a stopped run evaluates when it is resumed
                 orders = self._evaluate(state, step, metrics)
             self._saving.raise_error()
-            if orders.stop or step == self._steps:
+            if orders.stop or step == self._last:
                 self._finish(state, step, metrics, orders)
                 break
         self._emit_profile(self._profile.close())
@@ -78,7 +79,7 @@ class Loop:
     # Which steps
 
     def _is_logged(self, step: int) -> bool:
-        return step % self._training.log_every == 0 or step == self._steps
+        return step % self._training.log_every == 0 or step == self._last
 
     def _is_evaluated(self, step: int) -> bool:
         return step % self._eval_every == 0 or step == self._steps
@@ -135,7 +136,7 @@ class Loop:
     def _batches(self, first: int) -> Iterator[Any]:
         """The batches from step `first` on, prefetched. Steps are numbered from 1: step n consumes batch n-1."""
         rows = self._engine.rows
-        read = (self._engine.put(self._task.feed.rows(n, rows)) for n in range(first, self._steps))
+        read = (self._engine.put(self._task.feed.rows(n, rows)) for n in range(first, self._last))
         for batch, waited in prefetch(read, AHEAD):
             self._log.data_wait_s += waited
             yield batch
@@ -190,7 +191,7 @@ class Loop:
 
     def _save_if_due(self, state: Any, step: int, metrics: Any, orders: Orders) -> None:
         self._is_save_ordered = self._is_save_ordered or orders.save
-        is_end = orders.stop or step == self._steps
+        is_end = orders.stop or step == self._last
         if is_end or self._is_save_ordered or step % self._save_every == 0:
             self._save(state, step, metrics, is_end)
 
@@ -232,4 +233,4 @@ class Loop:
         """Log and save everything."""
         self._log.flush()
         self._saving.finish(state, step, metrics)
-        self._session.emit(Stopped(step) if orders.stop else Finished(step))
+        self._session.emit(Stopped(step) if orders.stop or step < self._steps else Finished(step))

@@ -9,7 +9,7 @@ from raygpt.corpus import tokenizers
 from raygpt.corpus.feed import Feed
 from raygpt.corpus.mixture import Mixture, check_texts, growing_text, open_growing, open_mixture
 from raygpt.corpus.prepare import Watch
-from raygpt.corpus.store import STORES
+from raygpt.corpus.store import stores_of
 from raygpt.engines import require
 from raygpt.errors import RaygptError
 from raygpt.evaluation import prompts
@@ -39,11 +39,11 @@ class Prepared:
     def is_finished(self) -> bool:
         return self.after >= self.plan.steps and checkpoints.is_evaluated(self.plan.run_folder, self.after)
 
-    def task(self, profile: tuple[int, int] | None) -> Task:
+    def task(self, profile: tuple[int, int] | None, until: int | None = None) -> Task:
         """The task that its workers get."""
         folder = self.plan.run_folder
         val, struck = tuple(store.val for store in self.corpus.stores), faults.from_environment(folder)
-        return Task(self.recipe, self.feed, val, folder, self.start_from, self.eval_items, profile, struck)
+        return Task(self.recipe, self.feed, val, folder, self.start_from, self.eval_items, profile, until, struck)
 
 
 def run_folder_of(recipe: Recipe) -> str:
@@ -76,7 +76,7 @@ def prepare_run(recipe: Recipe, watch: Watch, force: bool, spare_cpus: Callable[
     home, folder = storage.absolute(recipe.run.storage), run_folder_of(recipe)
     after = _check_start(recipe, force)
     eval_items = _read_eval_items(recipe)
-    corpus = _open_corpus(recipe, storage.join(home, STORES), watch, spare_cpus)
+    corpus = _open_corpus(recipe, stores_of(home), watch, spare_cpus)
     try:
         context, seed = recipe.model.context, recipe.training.seed
         feed = corpus.feed(context=context, batch_rows=recipe.rows, order=recipe.data.order, seed=seed)

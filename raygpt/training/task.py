@@ -27,6 +27,7 @@ class Task:
     start_from: Checkpoint | None = None  # another run's
     eval_items: Mapping[str, Sequence[Item]] = field(default_factory=dict)  # by task, for each evaluation
     profile: tuple[int, int] | None = None  # the first and the last step to trace
+    until: int | None = None  # stop and save after this step; None trains to the last
     faults: Faults = field(default_factory=Faults)  # injected by tests
 
     def __repr__(self) -> str:

@@ -986,3 +986,15 @@ def test_a_worker_whose_disk_does_not_answer_costs_a_save_and_not_all_that_follo
     said = texts_of(session.events, Warned)
     assert [text.partition(" could")[0] for text in said] == [f"the checkpoint of step {step}" for step in (4, 6)]
     assert "not all workers have written their part" in said[0]
+
+
+def test_a_run_that_is_to_stop_after_a_step_is_saved_there_and_goes_on_with_the_schedule_of_all_steps(make_task):
+    task, engine = make_task(), FakeEngine()
+    first = run(replace(task, until=7), engine)
+    assert first[-1] == Stopped(7)
+    assert kinds(first)[-1] == ("train", 7)
+    assert checkpoints.find_newest(task.run_folder).step == 7
+    assert len(engine.batches) == 7
+    again = FakeEngine()
+    assert run(task, again)[-1] == Finished(10)
+    assert len(again.batches) == 3

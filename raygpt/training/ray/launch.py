@@ -74,11 +74,12 @@ def train(
     watch: Callable[[Event], None] = lambda event: None,
     profile: tuple[int, int] | None = None,
     unattended: bool = False,
+    until: int | None = None,
 ) -> Result:
     """Train to the last step, or until stopped. `watch` gets every event as it comes; an error is in the result.
 
-    `profile` is the first and the last step to trace. `unattended` waits for what a restarted job waits for: nodes that
-    have not joined again, and the lock of a driver that was killed.
+    `profile` is the first and the last step to trace; `until` a step to stop after. `unattended` waits for what a
+    restarted job waits for: nodes that have not joined again, and the lock of a driver that was killed.
     """
     folder = run.plan.run_folder
     driver = DriverState(watch, metrics.latest(metrics.read(folder)))
@@ -106,7 +107,7 @@ def train(
 
             trainer = Trainer(
                 work,
-                {"task": run.task(profile), "mailbox": mailbox},
+                {"task": run.task(profile, until), "mailbox": mailbox},
                 workers,
                 folder,
                 mailbox,

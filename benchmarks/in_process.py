@@ -1,0 +1,34 @@
+"""Trains a run in this process, on the devices that it finds: for machines without Ray."""
+
+from collections.abc import Callable
+
+from raygpt import storage
+from raygpt.config import Recipe
+from raygpt.corpus import tokenizers
+from raygpt.engines import engine_of
+from raygpt.errors import RaygptError
+from raygpt.runs import RECIPE
+from raygpt.testing.session import LocalSession
+from raygpt.training import prepared
+from raygpt.training.events import Event
+from raygpt.training.loop import Loop
+from raygpt.training.plan import split_batch
+
+
+def train(recipe: Recipe, watch: Callable[[Event], None], until: int | None) -> RaygptError | None:
+    """Train, or go on, to a step or to the end. Returns the error, if any."""
+    run = prepared.prepare_run(recipe, lambda progress: None, False, spare_cpus=lambda: 0)
+    folder = run.plan.run_folder
+    storage.write_bytes(storage.join(folder, RECIPE), run.original.to_yaml().encode())
+    tokenizers.save(run.corpus.tokenizer, folder)
+    module = engine_of(recipe.engine)
+    module.set_up(run.recipe)
+    split = split_batch(run.recipe, run.plan.vocab, module.find_devices(run.recipe))
+    engine, session = module.Engine(run.recipe, run.plan.vocab, accumulation=split.accumulation), LocalSession()
+    try:
+        Loop(run.task(None, until), engine, session).run()
+    except RaygptError as error:
+        return error
+    for event in session.events:
+        watch(event)
+    return None

@@ -1,0 +1,78 @@
+"""How well `raygpt scaling` predicts: the ladder of a recipe first, then the run itself, and both losses.
+
+    python benchmarks/scaling.py tiny training.steps=4000 data.source=enwiki2014/train-00.txt.xz \
+        data.val=enwiki2014/val.txt.xz
+
+Everything runs in this process, on the devices that it finds, without a Ray cluster; only text that is not prepared yet
+is prepared by Ray (`raygpt prepare SOURCE --nanogpt` makes a folder that needs none). `--storage` keeps the runs: the
+same command goes on.
+"""
+
+import argparse
+import tempfile
+import threading
+import time
+from typing import Any
+
+import in_process
+import record
+
+from raygpt.errors import RaygptError
+from raygpt.sweep.grid import base_of
+from raygpt.sweep.runner import Leg, Runner, prepare_corpus
+from raygpt.sweep.scaling import claim_ladder, plan_ladder, run_ladder, write_law
+from raygpt.training.plan import in_steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--share", type=float, default=0.1, help="of the run's compute, for the ladder")
+    parser.add_argument("--storage", help="a folder that keeps the runs")
+    parser.add_argument("--name", help="of the results file; none is written without it")
+    arguments = parser.parse_intermixed_args()
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*arguments.overrides, f"run.storage={arguments.storage or folder}"]
+        record.show(figures(arguments.recipe, words, arguments.share), arguments.name)
+
+
+def figures(recipe: str, words: list[str], share: float) -> dict[str, Any]:
+    base = base_of(recipe, words, "scaling")
+    corpus = prepare_corpus(base, lambda progress: None)
+    ladder = plan_ladder(in_steps(base, corpus.windows(base.model.context)), corpus.tokenizer.vocab, share)
+    claim_ladder(ladder)
+    runs = Runner(ladder.folder, 1, _say, lambda: None, threading.Event(), in_process.train)
+    began = time.monotonic()
+    answer = run_ladder(ladder, runs)
+    write_law(ladder, answer)
+    took = time.monotonic() - began
+    print(f"predicted {answer.loss}", flush=True)
+    run = ladder.recipe.run.model_copy(update={"name": f"{ladder.recipe.run.name}-run"})
+    itself = Leg(ladder.recipe.model_copy(update={"run": run}))
+    if not itself.is_done and (error := in_process.train(itself.recipe, lambda event: None, None)):
+        raise RaygptError(str(error))
+    return {
+        "predicted": answer.loss.loss,
+        "low": float(answer.loss.low),
+        "high": float(answer.loss.high),
+        "came": itself.loss,
+        "error": answer.loss.loss / itself.loss - 1,
+        "is_covered": bool(answer.loss.low <= itself.loss <= answer.loss.high),
+        "share_of_compute": ladder.share,
+        "ladder_seconds": took,
+        "run_seconds": time.monotonic() - began - took,
+        "law": answer.fitted.terms,
+        "noise": answer.fitted.noise,
+        "rungs": [(rung.name, one.loss) for rung, one in zip(ladder.rungs, answer.measured, strict=True)],
+    }
+
+
+def _say(leg: Leg, event: object) -> None:
+    """A line for each rung, at its end."""
+    if getattr(event, "step", None) == leg.last and "val_loss" in getattr(event, "values", {}):
+        print(leg.recipe.run.name, getattr(event, "values", {}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Console output of `raygpt scaling`: what it will take, and the answer."""
+
+from typing import TYPE_CHECKING
+
+from raygpt.show import chart
+from raygpt.show.console import note, out, relative_path, table_of
+from raygpt.show.scaling_page import law_text
+
+if TYPE_CHECKING:
+    from raygpt.sweep.scaling import Answer, Ladder
+
+
+def show_plan(ladder: "Ladder", at_once: int) -> None:
+    """The rungs, and their compute beside that of the run."""
+    rows = [
+        (rung.name, f"{chart.short(rung.parameters)} parameters, {rung.recipe.steps:,} steps, {rung.flops:.1e} FLOPs")
+        for rung in ladder.rungs
+    ]
+    rows.append(("compute", f"{ladder.share:.1%} of the run's {ladder.flops:.2e} FLOPs; {at_once} at once"))
+    rows.append(("folder", relative_path(ladder.folder)))
+    out.print(table_of(rows))
+    if ladder.is_far:
+        largest = max(rung.parameters for rung in ladder.rungs)
+        remedy = f"--share {ladder.enough:.2g} would come near" if ladder.enough else "no ladder of 12 rungs comes near"
+        note(
+            f"the run is far from its ladder, whose largest model has 1/{ladder.parameters / largest:.0f} of its "
+            f"parameters; {remedy}"
+        )
+
+
+def show_answer(ladder: "Ladder", answer: "Answer", page: str) -> None:
+    """The law, and the loss that it predicts."""
+    loss = answer.loss
+    rows = [
+        ("law", law_text(answer)),
+        ("predicted", f"validation loss {loss.loss:.4f} after {ladder.recipe.steps:,} steps"),
+        ("interval", f"{loss.low:.4f} to {loss.high:.4f} in four runs of five; it rests on {loss.rests_on}"),
+        ("page", f"{relative_path(page)}; open it in a browser"),
+    ]
+    out.print()
+    out.print(table_of(rows))

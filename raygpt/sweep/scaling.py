@@ -1,0 +1,127 @@
+"""`raygpt scaling`: trains a ladder of small models of a recipe's family, and fits the law by which its loss falls.
+
+RUN_STORAGE/NAME/            trials.json: which family
+    2x64-300                 a rung, an ordinary run: 2 layers of width 64, 300 steps
+    scaling.json             the law, for `raygpt plan`, as raygpt/planning/loss.py describes it
+    scaling.html             a page that draws it
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raygpt import storage
+from raygpt.config import Recipe
+from raygpt.errors import RaygptError
+from raygpt.models import describe
+from raygpt.planning.loss import FORMAT, SCALING, Law, Loss, family_of, size_of
+from raygpt.sweep.grid import KEPT, claim
+from raygpt.sweep.ladder import NEAR, Rung, choose_rungs, cost, distance, share_to_come_near
+from raygpt.sweep.law import Fitted, Measured, fit_law
+from raygpt.sweep.runner import Leg, Runner
+from raygpt.training.prepared import run_folder_of
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The rungs of a run whose loss is to be known."""
+
+    folder: str
+    recipe: Recipe  # of the run, in steps
+    rungs: tuple[Rung, ...]
+    parameters: int  # of the run: N of the law
+    flops: float  # of the run
+    enough: float | None  # share of the run's compute that would come near to it; None if no ladder does
+
+    @property
+    def tokens(self) -> int:
+        """Of the run."""
+        return self.recipe.steps * self.recipe.training.batch_tokens
+
+    @property
+    def share(self) -> float:
+        """Compute of the rungs over that of the run."""
+        return cost(self.rungs) / self.flops
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the run is so much larger that the law is little more than a guess."""
+        return distance(self.rungs, self.parameters, self.tokens) > NEAR
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The law, what it was fitted to, and the loss that it predicts for the run."""
+
+    fitted: Fitted
+    measured: tuple[Measured, ...]
+    loss: Loss
+
+
+def plan_ladder(recipe: Recipe, vocab: int, share: float) -> Ladder:
+    """The ladder of a recipe, whose run is named for the ladder; refuses a share of the compute that is too small."""
+    description = describe(recipe.model, vocab)
+    flops = float(description.flops_per_token) * recipe.steps * recipe.training.batch_tokens
+    rungs = choose_rungs(recipe, vocab, share)
+    enough = share_to_come_near(recipe, vocab)
+    return Ladder(run_folder_of(recipe), recipe, tuple(rungs), size_of(description), flops, enough)
+
+
+def run_ladder(ladder: Ladder, runner: Runner) -> Answer:
+    """Train the rungs, the cheapest first, and fit the law."""
+    legs = [Leg(_as_run(rung, ladder.folder)) for rung in ladder.rungs]
+    runner.train(legs)
+    sound = [(rung, leg) for rung, leg in zip(ladder.rungs, legs, strict=True) if rung.name not in runner.diverged]
+    measured = [Measured(rung.parameters, rung.tokens, leg.loss) for rung, leg in sound]
+    if len(measured) < len(ladder.rungs):
+        raise RaygptError(
+            f"{ladder.folder}: {', '.join(sorted(runner.diverged))} diverged, so there is no law; write a lower "
+            "optimizer.learning_rate"
+        )
+    fitted = fit_law(measured)
+    return Answer(fitted, tuple(measured), _law(ladder, fitted, measured).predict(ladder.parameters, ladder.tokens))
+
+
+def write_law(ladder: Ladder, answer: Answer) -> None:
+    """scaling.json, for `raygpt plan`."""
+    storage.write_json(storage.join(ladder.folder, SCALING), as_dict(ladder, answer))
+
+
+def as_dict(ladder: Ladder, answer: Answer) -> dict[str, Any]:
+    """The law in its format."""
+    return {
+        "format": FORMAT,
+        "family": family_of(ladder.recipe),
+        "law": answer.fitted.terms,
+        "samples": answer.fitted.samples,
+        "noise": answer.fitted.noise,
+        "rungs": _rungs(ladder, answer.measured),
+    }
+
+
+def claim_ladder(ladder: Ladder) -> None:
+    """Write what the folder is for; refuses that of another family. A larger ladder uses the rungs that are there."""
+    claim(ladder.folder, {"family": family_of(ladder.recipe)})
+
+
+def _as_run(rung: Rung, folder: str) -> Recipe:
+    """Validated at its end only: nothing on the way is used."""
+    run = rung.recipe.run.model_copy(update={"name": rung.name, "storage": folder, **KEPT})
+    training = rung.recipe.training.model_copy(
+        update={"eval_every": rung.recipe.steps, "eval_tasks": (), "prompts": ()}
+    )
+    return Recipe.model_validate(dict(rung.recipe) | {"run": run, "training": training})
+
+
+def _rungs(ladder: Ladder, measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    return [
+        {"run": rung.name, "parameters": one.parameters, "tokens": one.tokens, "loss": one.loss}
+        for rung, one in zip(ladder.rungs, measured, strict=True)
+    ]
+
+
+def _law(ladder: Ladder, fitted: Fitted, measured: Sequence[Measured]) -> Law:
+    name = ladder.folder.rsplit("/", 1)[-1]
+    return Law(fitted.terms, np.array(fitted.samples), fitted.noise, tuple(_rungs(ladder, measured)), name)

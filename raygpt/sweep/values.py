@@ -1,0 +1,129 @@
+"""The values that a sweep tries, as the command line writes them.
+
+optimizer.learning_rate=1e-3,2e-3,4e-3     these
+optimizer.learning_rate=log:1e-3..1e-1     each about twice the last: log:1e-3..1e-1:5 has five
+model.dropout=0..0.2:3                     evenly spaced: 0, 0.1, 0.2
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raygpt.config import May, keys_that, shown
+from raygpt.errors import RaygptError
+from raygpt.recipes import read_override
+
+EVENLY = 5  # values of a range that does not say how many
+DIGITS = 3  # of a value between the ends of a range
+MOST_VALUES, MOST_TRIALS = 100, 1000
+LONGEST_NAME = 100  # of a trial; that of a run has 128 characters, and a fork's has its step behind it
+NUMBER = r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+RANGE = re.compile(rf"(log:)?({NUMBER})\.\.({NUMBER})(?::([0-9]+))?")
+# Losses on other text cannot be compared; the other keys do not change a loss.
+FIXED = ("data.", "run.", *keys_that(May.CHANGE))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A key and the values that are tried, as text."""
+
+    key: str
+    values: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The last word of the key, for names of runs: learning_rate."""
+        return self.key.rsplit(".", 1)[-1]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A value for each key that is swept."""
+
+    name: str
+    values: dict[str, str]
+
+
+def divide(words: Sequence[str]) -> tuple[list[Axis], list[str]]:
+    """The keys to sweep, and the other overrides."""
+    axes, overrides = list[Axis](), list[str]()
+    for word in words:
+        key, _, text = (piece.strip() for piece in word.partition("="))
+        values = _values(key, text)
+        if len(values) < 2:
+            overrides.append(word)
+        elif key in [axis.key for axis in axes]:
+            raise RaygptError(f"{key}: is given twice; write all its values in one list")
+        else:
+            axes.append(Axis(key, values))
+    return axes, overrides
+
+
+def trials_of(axes: Sequence[Axis]) -> list[Trial]:
+    """Every combination of the values."""
+    count = math.prod(len(axis.values) for axis in axes)
+    if count > MOST_TRIALS:
+        raise RaygptError(f"sweep: {count:,} combinations are too many; write fewer values")
+    trials = []
+    for values in itertools.product(*(axis.values for axis in axes)):
+        names = [_plain(f"{axis.name}-{value}") for axis, value in zip(axes, values, strict=True)]
+        trials.append(Trial("_".join(names), {axis.key: value for axis, value in zip(axes, values, strict=True)}))
+    distinct = {trial.name for trial in trials}
+    if len(distinct) < count or max(map(len, distinct)) > LONGEST_NAME:  # e.g. texts of punctuation
+        trials = [replace(trial, name=f"trial-{n}") for n, trial in enumerate(trials, 1)]
+    return trials
+
+
+def number_of(text: str) -> float | None:
+    """A value as a number, if it is one."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _values(key: str, text: str) -> tuple[str, ...]:
+    """The values of a key that can be swept; none for another key, one where there is nothing to sweep."""
+    if key.startswith(FIXED):
+        if text.startswith("log:"):
+            raise RaygptError(f"{key}: cannot be swept, because it does not change the loss or changes the text")
+        return ()
+    if found := RANGE.fullmatch(text):
+        return _spread(key, found)
+    values = [piece.strip() for piece in re.split(r",(?![^\[{]*[\]}])", text)]
+    if len(values) > 1 and len({str(read_override(value, key)) for value in values}) < len(values):
+        raise RaygptError(f"{key}: {shown(text)} has a value twice; write each once")
+    return tuple(values)
+
+
+def _spread(key: str, found: re.Match[str]) -> tuple[str, ...]:
+    """The values of a range, from the first to the last."""
+    text, is_log, low, high, count = found[0], bool(found[1]), float(found[2]), float(found[3]), found[4]
+    if low >= high or (is_log and low <= 0):
+        above = "log: needs two numbers above 0, the lower first" if is_log else "the lower number comes first"
+        raise RaygptError(f"{key}: {shown(text)} is no range; {above}, e.g. log:1e-3..1e-1 or 0..0.2:3")
+    number = int(count) if count else round(math.log2(high / low)) + 1 if is_log else EVENLY
+    if not 2 <= number <= MOST_VALUES:
+        raise RaygptError(f"{key}: {shown(text)} has {number} values; write 2 to {MOST_VALUES}, e.g. {text}:5")
+    shares = [n / (number - 1) for n in range(number)]
+    values = [low * (high / low) ** share if is_log else low + (high - low) * share for share in shares]
+    is_whole = found[2].isdecimal() and found[3].isdecimal()
+    return tuple(dict.fromkeys(_text(value, is_whole) for value in values))
+
+
+def _text(value: float, is_whole: bool) -> str:
+    return f"{value:.0f}" if is_whole else f"{value:.{DIGITS}g}"
+
+
+def _plain(text: str) -> str:
+    """Without characters that a run's name cannot have."""
+    return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-")
+
+
+def typed(text: str) -> Any:
+    """A value as a number where it is one, for JSON."""
+    number = number_of(text)
+    return text if number is None else number

@@ -1,0 +1,96 @@
+"""The fitted law, against losses that follow a known one."""
+
+import numpy as np
+import pytest
+
+from raygpt.errors import RaygptError
+from raygpt.planning.loss import TERMS, Law
+from raygpt.recipes import load_recipe
+from raygpt.sweep.ladder import choose_rungs, cost
+from raygpt.sweep.law import Measured, fit_law
+from raygpt.sweep.scaling import plan_ladder
+
+VOCAB = 4096
+TRUE = (1.8, 60.0, 0.32, 900.0, 0.38)  # E, A, a, B, b: a loss of 4.4 for tiny after 4,000 steps
+
+
+def true_loss(parameters, tokens, terms=TRUE):
+    floor, of_size, a, of_tokens, b = terms
+    return floor + of_size / parameters**a + of_tokens / tokens**b
+
+
+def target(steps=4000, share=0.1):
+    recipe = load_recipe("tiny", {"training.steps": steps})
+    rungs = choose_rungs(recipe, VOCAB, share)
+    return rungs, 1_310_720, steps * 4096
+
+
+def test_a_ladder_is_within_its_share_of_the_compute_and_its_rungs_are_not_too_short():
+    rungs, _, tokens = target()
+    whole = 6 * 1_310_720 * tokens
+    assert cost(rungs) < 0.13 * whole  # attention comes on top of 6 N D
+    assert min(rung.recipe.steps for rung in rungs) == 300
+    assert len({rung.parameters for rung in rungs}) >= 3
+    assert len({rung.tokens for rung in rungs}) >= 3
+    assert max(rung.tokens for rung in rungs) < tokens
+    assert len({rung.name for rung in rungs}) == len(rungs) >= 5
+
+
+def test_a_share_that_is_too_small_is_refused_with_the_one_that_is_not():
+    recipe = load_recipe("tiny", {"training.steps": 1300})
+    with pytest.raises(RaygptError, match=r"0.001 of the run's compute is too little .* write --share 0\.\d+"):
+        choose_rungs(recipe, VOCAB, 0.001)
+    with pytest.raises(RaygptError, match=r"180 are too few for a ladder.*write 1201 or more"):
+        choose_rungs(load_recipe("tiny"), VOCAB, 0.1)
+
+
+def test_a_ladder_that_is_far_from_its_run_says_with_which_share_it_would_not_be():
+    recipe = load_recipe("modern-124m", {"training.steps": 1280})
+    far = plan_ladder(recipe, 50257, 0.1)
+    assert far.is_far
+    assert 0.1 < far.enough < 0.25
+    assert not plan_ladder(recipe, 50257, far.enough).is_far
+
+
+def test_a_law_without_noise_predicts_the_run():
+    rungs, parameters, tokens = target()
+    found = fit_law([Measured(one.parameters, one.tokens, true_loss(one.parameters, one.tokens)) for one in rungs])
+    predicted = true_loss(parameters, tokens, [found.terms[term] for term in TERMS])
+    assert predicted == pytest.approx(true_loss(parameters, tokens), rel=0.01)
+
+
+@pytest.mark.parametrize("wrong", [3, 5])
+def test_one_rung_that_went_wrong_moves_the_prediction_little(wrong):
+    rungs, parameters, tokens = target()
+    random = np.random.default_rng(wrong)
+    losses = [true_loss(one.parameters, one.tokens) * (1 + 0.002 * random.standard_normal()) for one in rungs]
+    clean = fit_law([Measured(one.parameters, one.tokens, loss) for one, loss in zip(rungs, losses, strict=True)])
+    losses[wrong] *= 1.1
+    spoilt = fit_law([Measured(one.parameters, one.tokens, loss) for one, loss in zip(rungs, losses, strict=True)])
+    ends = [true_loss(parameters, tokens, list(found.terms.values())) for found in (clean, spoilt)]
+    assert ends[0] == pytest.approx(ends[1], rel=0.05)
+    assert spoilt.noise > clean.noise
+
+
+def test_the_interval_covers_what_comes_out_in_about_four_runs_of_five():
+    rungs, parameters, tokens = target()
+    random, hits, errors, widths = np.random.default_rng(4), [], [], []
+    for _ in range(12):
+        terms = (random.uniform(1.2, 2.2), 60, random.uniform(0.28, 0.38), 900, random.uniform(0.33, 0.43))
+        measured = [
+            Measured(one.parameters, one.tokens, noisy(random, true_loss(one.parameters, one.tokens, terms)))
+            for one in rungs
+        ]
+        found = fit_law(measured, count=50)
+        law = Law(found.terms, np.array(found.samples), found.noise, ({"parameters": 1, "tokens": 1},), "ladder")
+        said, came = law.predict(parameters, tokens), noisy(random, true_loss(parameters, tokens, terms))
+        hits.append(said.low <= came <= said.high)
+        errors.append(abs(said.loss / came - 1))
+        widths.append((said.high - said.low) / said.loss)
+    print(np.mean(hits), np.median(errors), np.max(errors), np.median(widths))
+    assert np.mean(hits) >= 0.7
+    assert np.median(errors) < 0.015
+
+
+def noisy(random, loss):
+    return loss * (1 + 0.003 * random.standard_normal())

@@ -1,0 +1,54 @@
+"""A whole ladder of bigram models: real runs, a law, and what `raygpt plan` reads."""
+
+import pytest
+from here import SMALL, Here, Killed, make_runner, write_text
+
+from raygpt.models import describe
+from raygpt.planning.loss import expected_loss, size_of
+from raygpt.recipes import load_recipe
+from raygpt.runs import open_run
+from raygpt.show.scaling_page import scaling_page
+from raygpt.sweep.scaling import claim_ladder, plan_ladder, run_ladder, write_law
+
+VOCAB = 257
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    text = write_text(tmp_path / "tokens")
+    model = {"layers": 4, "heads": 4, "width": 64, "context": 16}
+    training = {**SMALL["training"], "steps": 1300, "checkpoint_every": 500}
+    return load_recipe(
+        "tiny",
+        {
+            **SMALL,
+            "data.source": str(text),
+            "model": model,
+            "training": training,
+            "optimizer.learning_rate": 0.01,
+            "run.storage": str(tmp_path),
+            "run.name": "ladder",
+        },
+    )
+
+
+def test_a_ladder_that_was_killed_goes_on_and_its_law_is_found_beside_the_runs(recipe, tmp_path):
+    ladder = plan_ladder(recipe, VOCAB, 0.3)
+    claim_ladder(ladder)
+    here = Here()
+    here.killed_after = 2
+    with pytest.raises(Killed):
+        run_ladder(ladder, make_runner(ladder.folder, here))
+    here = Here()
+    answer = run_ladder(ladder, make_runner(ladder.folder, here))
+    assert [name for name, _ in here.trained] == [rung.name for rung in ladder.rungs[2:]]
+    write_law(ladder, answer)
+    count = size_of(describe(recipe.model, VOCAB))
+    read = expected_loss(recipe, count, ladder.tokens)
+    assert read.loss == answer.loss.loss
+    assert read.low < read.loss < read.high
+    rung = open_run(f"{tmp_path}/ladder/{ladder.rungs[0].name}")
+    assert rung.val_losses[ladder.rungs[0].recipe.steps] == answer.measured[0].loss
+    html = scaling_page(ladder, answer)
+    assert f"{answer.loss.loss:.4f}" in html
+    assert "http" not in html
