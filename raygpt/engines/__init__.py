@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from raygpt.config import Model
-from raygpt.engines.base import Arrays, Reader, Weights
+from raygpt.engines.base import Arrays, Reader, Slots, Weights
 from raygpt.engines.torch import require_torch
 
 
@@ -37,6 +37,12 @@ def make_reader(name: str, model: Model, vocab: int) -> Reader:
     engine_of(name).set_up()
     reader: Reader = import_module(f"raygpt.engines.{name}.reader").Reader(model, vocab)
     return reader
+
+
+def make_slots(name: str, reader: Reader, count: int) -> Slots:
+    """Slots in which a reader of an engine generates so many texts side by side."""
+    slots: Slots = import_module(f"raygpt.engines.{name}.slots").Slots(reader, count)
+    return slots
 
 
 def read_parameters(name: str, folder: str, model: Model, vocab: int) -> Arrays:

@@ -12,6 +12,7 @@ from raygpt.inference.sampling import encode_prompt, stream
 
 GROUP = 64  # texts that are generated together: their key-value caches are in memory at the same time
 UNFINISHED = "�"  # what an incomplete UTF-8 character decodes to
+WINDOW = 16  # tokens after which a text is decoded from a later token on
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,15 @@ class Sample:
     tokenizer: Tokenizer
     stop: Sequence[str] = ()
     ids: list[int] = field(default_factory=list)
-    text: str = ""  # final: without half a character or what may become a stop string
+    whole: str = ""  # of all ids, without half a character
+    text: str = ""  # final: without what may become a stop string too
     ended: bool = False
     ended_early: bool = False  # before the maximum number of tokens
+    at_stop_string: bool = False
+
+    def __post_init__(self) -> None:
+        self._window = (0, 0)  # ids before the first are decoded for good, those up to the second are context
+        self._before = ""  # the text of the ids before the second
 
     def add(self, token: int) -> str:
         """The text that became final with this token."""
@@ -45,20 +52,31 @@ class Sample:
             self.ended_early = True
             return self.finish()
         self.ids.append(token)
-        whole = self.tokenizer.decode(self.ids)
+        whole = self._decoded()
         found = min((place for stop in self.stop if (place := whole.find(stop)) >= 0), default=None)
         if found is not None:
-            self.ended = self.ended_early = True
+            self.ended = self.ended_early = self.at_stop_string = True
             return self._grow(whole[:found])
-        whole = whole.rstrip(UNFINISHED)
-        return self._grow(whole[: len(whole) - self._held_back(whole)])
+        self.whole = whole.rstrip(UNFINISHED)
+        return self._grow(self.whole[: len(self.whole) - self._held_back(self.whole)])
 
     def finish(self) -> str:
         """The rest of the text, when no token follows."""
         if self.ended:
             return ""
         self.ended = True
-        return self._grow(self.tokenizer.decode(self.ids))
+        return self._grow(self._decoded())
+
+    def _decoded(self) -> str:
+        """The text of all ids. Only the last ones are decoded, after a few whose text is known: what a token adds may
+        depend on the one before it, and decoding all of a long text for each token takes longer than the model."""
+        first, known = self._window
+        decode, new = self.tokenizer.decode, len(self.ids)
+        tail = decode(self.ids[first:])
+        whole = self._before + tail[len(decode(self.ids[first:known])) :]
+        if new - known >= WINDOW and not tail.endswith(UNFINISHED):
+            self._window, self._before = (known, new), whole
+        return whole
 
     def _grow(self, text: str) -> str:
         more, self.text = text[len(self.text) :], max(self.text, text, key=len)
