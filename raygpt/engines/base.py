@@ -140,15 +140,15 @@ class Reader(TokenScorer, Protocol):
 
 
 class Rows(NamedTuple):
-    """What a step does in each slot, all [slots]."""
+    """What a step does in each slot: arrays [slots], of NumPy or on the device."""
 
-    positions: NDArray[np.int32]  # of the token that is read; the context's last one where a slot is idle
-    live: NDArray[np.bool_]
-    seeds: NDArray[np.int32]
-    counts: NDArray[np.int32]  # tokens of the text that were drawn before
-    temperatures: NDArray[np.float32]  # 0 takes the likeliest token
-    top_ks: NDArray[np.int32]  # 0 keeps all
-    top_ps: NDArray[np.float32]  # 1 keeps all
+    positions: Any  # int32, of the token that is read; the context's last one where a slot is idle
+    live: Any  # bool
+    seeds: Any  # int32
+    counts: Any  # int32, tokens of the text that were drawn before
+    temperatures: Any  # fp32; 0 takes the likeliest token
+    top_ks: Any  # int32; 0 keeps all
+    top_ps: Any  # fp32; 1 keeps all
 
     def of(self, slot: int) -> "Rows":
         """The row of one slot, each [1]."""

@@ -27,6 +27,30 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
 
 
+class Decoder:
+    """The text of ids that come one by one.
+
+    Only the last ones are decoded, after a few whose text is known: what a token adds may depend on the one before it,
+    and to decode all of a long text for each token would take longer than the model does.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.text = ""
+        self._decode = tokenizer.decode
+        self._before = ""  # the text of all but the new ids
+        self._known: list[int] = []  # the last of those
+        self._new: list[int] = []
+
+    def add(self, token: int) -> str:
+        """The text of all ids with this one."""
+        self._new.append(token)
+        tail = self._decode(self._known + self._new)
+        self.text = self._before + tail[len(self._decode(self._known)) :]
+        if len(self._new) >= WINDOW and not tail.endswith(UNFINISHED):
+            self._before, self._known, self._new = self.text, self._new, []
+        return self.text
+
+
 @dataclass
 class Sample:
     """One text as it is generated. It ends with the document or at a stop string, which is not part of it."""
@@ -41,8 +65,7 @@ class Sample:
     at_stop_string: bool = False
 
     def __post_init__(self) -> None:
-        self._window = (0, 0)  # ids before the first are decoded for good, those up to the second are context
-        self._before = ""  # the text of the ids before the second
+        self._decoder = Decoder(self.tokenizer)
 
     def add(self, token: int) -> str:
         """The text that became final with this token."""
@@ -52,7 +75,7 @@ class Sample:
             self.ended_early = True
             return self.finish()
         self.ids.append(token)
-        whole = self._decoded()
+        whole = self._decoder.add(token)
         found = min((place for stop in self.stop if (place := whole.find(stop)) >= 0), default=None)
         if found is not None:
             self.ended = self.ended_early = self.at_stop_string = True
@@ -65,18 +88,7 @@ class Sample:
         if self.ended:
             return ""
         self.ended = True
-        return self._grow(self._decoded())
-
-    def _decoded(self) -> str:
-        """The text of all ids. Only the last ones are decoded, after a few whose text is known: what a token adds may
-        depend on the one before it, and decoding all of a long text for each token takes longer than the model."""
-        first, known = self._window
-        decode, new = self.tokenizer.decode, len(self.ids)
-        tail = decode(self.ids[first:])
-        whole = self._before + tail[len(decode(self.ids[first:known])) :]
-        if new - known >= WINDOW and not tail.endswith(UNFINISHED):
-            self._window, self._before = (known, new), whole
-        return whole
+        return self._grow(self._decoder.text)
 
     def _grow(self, text: str) -> str:
         more, self.text = text[len(self.text) :], max(self.text, text, key=len)

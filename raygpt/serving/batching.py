@@ -55,11 +55,12 @@ class Batch:
         self._wake = threading.Condition()
         self._closed = False
 
-    def submit(self, request: Request, on_piece: Callable[[Piece], None]) -> Text:
+    def submit(self, request: Request, on_piece: Callable[[Piece], object]) -> Text:
         """Queue a request. `on_piece` gets its answer, on the thread that takes turns, until a piece has a `finish`."""
         text = Text(request, Sample(self._tokenizer, request.stop), on_piece)
         with self._wake:
-            if len(self._waiting) >= self._most_waiting + self._texts.count(None):
+            unfinished = sum(not text.is_ended for text in (*self._texts, *self._waiting) if text)
+            if unfinished >= self._slots.count + self._most_waiting:
                 raise BusyError
             self._waiting.append(text)
             self._wake.notify()
@@ -97,8 +98,10 @@ class Batch:
         self._fail_all("the model is being stopped")
 
     def turn(self) -> bool:
-        """Let texts in, read a part of a prompt, take a step, and pass on the results of the turn before. False if there
-        was nothing to do."""
+        """Let texts in, read a part of a prompt, take a step, and pass on the results of the turn before.
+
+        False if there was nothing to do.
+        """
         self._free_slots()
         self._fill_slots()
         earlier = len(self._results)

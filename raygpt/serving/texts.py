@@ -54,7 +54,7 @@ class Text:
 
     request: Request
     sample: Sample
-    on_piece: Callable[[Piece], None]
+    on_piece: Callable[[Piece], object]
     checkpoint: Any = None  # whose weights it is generated with, from its first part to its last token
     slot: int = -1
     read: int = 0  # tokens of the prompt that were sent to the device

@@ -1,4 +1,4 @@
-"""Texts generated side by side by JAX: every slot's cache in one array, updated in place, and tokens drawn on the device.
+"""Texts generated side by side by JAX: the slots' caches in one array, updated in place; tokens drawn on the device.
 
 The programs do not depend on what others ask for: whether a text wants alternatives or top-p decides which further
 program runs on the same logits, not how the token is computed.
