@@ -7,6 +7,8 @@ numpy, jax.numpy or torch; the noise is the same in all of them, but for the las
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from raygpt.models.draws import mix, uniform
 
 LOWEST = -(2**31)  # of int32
@@ -73,3 +75,10 @@ def _largest(holds: Callable[[Any], Any], like: Any, xp: Any, loop: Loop) -> Any
         return xp.where(holds(tried), tried, found)
 
     return loop(0, 32, next_bit, like * 0 + LOWEST)
+
+
+def fold_seed(seed: int) -> int:
+    """A seed of any size as an int32; small ones stay as they are."""
+    low, high = (np.array([seed >> shift & 0xFFFFFFFF], np.uint32).view(np.int32) for shift in (0, 32))
+    with np.errstate(over="ignore"):
+        return int((mix(low ^ mix(high)) if high[0] else low)[0])

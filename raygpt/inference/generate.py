@@ -2,13 +2,18 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raygpt.corpus.tokenizers import Tokenizer
+from raygpt.engines import make_slots
+from raygpt.engines.base import Rows, Slots
+from raygpt.engines.drawing import fold_seed
 from raygpt.inference.loaded import LoadedModel
-from raygpt.inference.sampling import encode_prompt, stream
+from raygpt.inference.sampling import encode_prompt
 
 GROUP = 64  # texts that are generated together: their key-value caches are in memory at the same time
 UNFINISHED = "�"  # what an incomplete UTF-8 character decodes to
@@ -131,20 +136,12 @@ def generate_in_groups(
     and how many tokens those of the next group have.
     """
     ids = encode_prompt(loaded.tokenizer, prompt)
-    random = np.random.default_rng(options.seed)
     on_context_full = _noted_once(note, loaded.reader.context)
+    slots = make_slots(loaded.engine, loaded.reader, min(GROUP, samples))
     for done in range(0, samples, GROUP):
         texts = [Sample(loaded.tokenizer, options.stop) for _ in range(min(GROUP, samples - done))]
-        drawn = stream(
-            loaded.reader,
-            loaded.state,
-            np.tile(ids, (len(texts), 1)),
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=random,
-            on_context_full=on_context_full,
-        )
+        own = replace(options, seed=options.seed + done)
+        drawn = _draws(loaded, slots, ids.tolist(), own, len(texts), on_context_full)
         for count, tokens in zip(range(options.tokens), drawn, strict=False):
             shown = [text.add(int(token)) for text, token in zip(texts, tokens, strict=True)]
             show(shown[0])
@@ -154,6 +151,70 @@ def generate_in_groups(
         rest = [text.finish() for text in texts]
         show(rest[0])
         yield texts
+
+
+def _draws(
+    loaded: LoadedModel,
+    slots: Slots,
+    prompt: list[int],
+    options: SamplingOptions,
+    samples: int,
+    on_context_full: Callable[[int], None],
+) -> Iterator[NDArray[np.int32]]:
+    """Tokens without end, [samples] at a time, each sample in a slot as `raygpt serve` has them; sample n has seed + n.
+
+    When the context is full, its last half is read again, and `on_context_full` is called with its number of tokens.
+    """
+    state, context = loaded.state, loaded.reader.context
+    half, rows = max(1, context // 2), _rows(options, slots.count)
+    seen = [list(prompt) for _ in range(samples)]
+    while True:
+        if len(seen[0]) > context:
+            seen = [ids[-half:] for ids in seen]
+            on_context_full(half)
+        first = [_begun(slots, state, slot, ids, rows, context) for slot, ids in enumerate(seen)]
+        drawn = np.concatenate(first)
+        for place in range(len(seen[0]), context + 1):
+            yield drawn
+            seen = [[*ids, int(token)] for ids, token in zip(seen, drawn, strict=True)]
+            rows = rows._replace(positions=rows.positions * 0 + place, counts=rows.counts + 1)
+            if place < context:
+                drawn = slots.fetch(slots.step(state, rows, False)).tokens[:samples]
+
+
+def _rows(options: SamplingOptions, samples: int) -> Rows:
+    whole, ones = np.zeros(samples, np.int32), np.ones(samples, np.float32)
+    return Rows(
+        positions=whole,
+        live=whole == 0,
+        seeds=np.array([fold_seed(options.seed + n) for n in range(samples)], np.int32),
+        counts=whole,
+        temperatures=ones * np.float32(options.temperature),
+        top_ks=whole + (options.top_k or 0),
+        top_ps=ones * np.float32(1 if options.top_p is None else options.top_p),
+    )
+
+
+def _begun(slots: Slots, state: Any, slot: int, prompt: list[int], rows: Rows, context: int) -> NDArray[np.int32]:
+    """The first token, [1], after a prompt, which is read in parts."""
+    read = 0
+    while read < len(prompt):
+        ids, start, count = part_of(prompt, read, slots.part, context)
+        hidden, read = slots.read(state, slot, ids, start), start + count
+    tokens: NDArray[np.int32] = slots.fetch(slots.begin(state, slot, hidden, count - 1, rows, False)).tokens
+    return tokens
+
+
+def part_of(prompt: Sequence[int], read: int, size: int, context: int) -> tuple[NDArray[np.int32], int, int]:
+    """The part [size] of a prompt that comes after its first `read` tokens, padded; its start and number of tokens.
+
+    Parts begin at multiples of their size, whatever the prompt. Only where the context ends before a part would, the
+    part begins within the one before.
+    """
+    start = min(read, context - size)
+    tokens, ids = prompt[start : start + size], np.zeros(size, np.int32)
+    ids[: len(tokens)] = tokens
+    return ids, start, len(tokens)
 
 
 def _noted_once(note: Callable[[str], None], context: int) -> Callable[[int], None]:

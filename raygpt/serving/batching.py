@@ -14,9 +14,9 @@ import numpy as np
 
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.engines.base import Drawn, Rows, Slots
+from raygpt.engines.drawing import fold_seed
 from raygpt.errors import first_line
-from raygpt.inference.generate import Sample
-from raygpt.models.draws import mix
+from raygpt.inference.generate import Sample, part_of
 from raygpt.serving.texts import Piece, Request, Text
 
 
@@ -132,7 +132,7 @@ class Batch:
     def _begin(self, text: Text) -> None:
         """Set a slot's options. It stays idle until the prompt is read."""
         rows, slot, request = self._rows, text.slot, text.request
-        rows.seeds[slot] = _folded(request.seed)
+        rows.seeds[slot] = fold_seed(request.seed)
         rows.temperatures[slot], rows.top_ks[slot], rows.top_ps[slot] = (
             request.temperature,
             request.top_k,
@@ -159,17 +159,14 @@ class Batch:
         if not unread:
             return False
         text = max(unread, key=lambda text: text.read)
-        request, state, size = text.request, text.checkpoint.state, self._slots.part
-        start = min(text.read, self._context - size)  # the context's last part begins within the one before
-        ids = np.zeros(size, np.int32)
-        piece = request.prompt[start : start + size]
-        ids[: len(piece)] = piece
-        hidden = self._slots.read(state, text.slot, ids, start)
-        first, text.read = text.read - start, start + len(piece)
+        request = text.request
+        ids, start, count = part_of(request.prompt, text.read, self._slots.part, self._context)
+        hidden = self._slots.read(text.checkpoint.state, text.slot, ids, start)
+        first, text.read = text.read - start, start + count
         if request.score_prompt:
-            self._score(text, hidden, start, first, text.read - start)
+            self._score(text, hidden, start, first, count)
         if text.is_read:
-            self._draw_first(text, hidden, len(piece) - 1)
+            self._draw_first(text, hidden, count - 1)
         return True
 
     def _score(self, text: Text, hidden: Any, start: int, first: int, end: int) -> None:
@@ -226,10 +223,3 @@ def _idle_rows(count: int, context: int) -> Rows:
 def _copied(rows: Rows) -> Rows:
     """What is sent to the device must not change before it gets there."""
     return Rows(*(array.copy() for array in rows))
-
-
-def _folded(seed: int) -> int:
-    """A seed of any size as an int32; small ones stay as they are."""
-    low = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32).view(np.int32)
-    with np.errstate(over="ignore"):
-        return int(low[0] if not low[1] else mix(low[:1] ^ mix(low[1:]))[0])

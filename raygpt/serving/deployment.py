@@ -87,7 +87,7 @@ def _deploy(serve: Any, number: int, options: Options, replicas: Replicas) -> Ba
 
 
 def _one_if_any(ray: Any) -> float:
-    return min(1.0, ray.cluster_resources().get("GPU", 0.0))
+    return 1.0 if ray.cluster_resources().get("GPU", 0) else 0.0
 
 
 def _ray_serve() -> Any:

@@ -197,3 +197,33 @@ def test_greedy_text_is_the_uncached_models_and_hugging_faces(engine):
     for _ in range(33):  # without a cache: all is read again for every token
         ids = np.concatenate([ids, reader.prefill(state, ids)[0].argmax(1)[:, None].astype(np.int32)], axis=1)
     np.testing.assert_array_equal(found, ids[:, 7:])
+
+
+@pytest.mark.parametrize("engine", ["jax", "torch"])
+def test_what_is_generated_is_what_is_served_for_the_same_seed(engine, compiled_quickly):
+    """Beyond the context too, whose last half is read again as a new prompt would be."""
+    from types import SimpleNamespace
+
+    from raygpt.engines import make_slots
+    from raygpt.inference.generate import SamplingOptions, generate
+    from raygpt.serving.batching import Batch, Served
+    from raygpt.serving.texts import Request
+
+    model = Model(layers=2, heads=2, width=16, context=48, precision="fp32")
+    random = np.random.default_rng(5)
+    shapes = describe(model, 257).shapes
+    parameters = {name: random.normal(size=shape).astype(np.float32) * 0.4 for name, shape in shapes.items()}
+    reader = import_module(f"raygpt.engines.{engine}.reader").Reader(model, 257)
+    loaded = SimpleNamespace(engine=engine, reader=reader, state=reader.load(parameters), tokenizer=Bytes())
+    notes = []
+    options = SamplingOptions(tokens=80, temperature=0.9, top_k=20, top_p=0.95, seed=11)
+    texts = generate(loaded, "a cat sat on a mat", options, 2, note=notes.append)
+    assert (len(notes), "the last 24 are read again" in notes[0]) == (1, True)
+    batch = Batch(make_slots(engine, reader, 2), 48, Bytes(), Served(0, loaded.state))
+    for number, text in enumerate(texts):
+        pieces, more = [], min(30, len(text.ids))
+        request = Request(tuple(b"a cat sat on a mat"), more, 0.9, 20, 0.95, 11 + number)
+        batch.submit(request, pieces.append)
+        while batch.turn():
+            pass
+        assert [token.id for piece in pieces for token in piece.tokens] == text.ids[:more]
