@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
+import time
 
 import pytest
 from small_model import batch_of, reader_of, served
@@ -44,6 +45,8 @@ def serving(models, key=None, **limits):
     with contextlib.closing(listen("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
         thread.start()
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
         try:
             yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         finally:

@@ -1,6 +1,7 @@
 """Models on Ray Serve: a run of either engine, replicas that die, checkpoints that come while it is served."""
 
 import json
+import shutil
 import time
 
 import httpx
@@ -82,3 +83,27 @@ def _kill_replica(ray, name, backends):
     ]
     assert found
     ray.kill(ray.get_actor(found[0]["name"], namespace=found[0]["namespace"]), no_restart=True)
+
+
+def test_a_run_that_is_training_is_reloaded_at_each_checkpoint(trained_run, tmp_path):
+    from raygpt.serving.model import RunModel
+
+    run, growing = trained_run("jax"), tmp_path / "growing"
+    shutil.copytree(run, growing, ignore=shutil.ignore_patterns("step-00000020"))
+    model = RunModel(Options(str(growing), slots=2, follow=True, poll_s=0.05))
+    try:
+        with serving({"growing": model}) as address:
+            _, early = completion(address, prompt="the c", max_tokens=10)
+            assert early["choices"][0]["step"] == 10
+            shutil.copytree(run / "checkpoints" / "step-00000020", growing / "copying")
+            (growing / "copying").rename(growing / "checkpoints" / "step-00000020")
+            deadline = time.monotonic() + 60
+            while (late := completion(address, prompt="the c", max_tokens=10)[1])["choices"][0]["step"] == 10:
+                assert time.monotonic() < deadline
+            assert late["choices"][0]["step"] == 20
+            losses = httpx.get(address + "/losses", timeout=60).json()
+            assert losses["steps"] == 20
+            assert losses["loss"][-1][0] == 20
+            assert losses["loss"][-1][1] < losses["loss"][0][1]
+    finally:
+        model.close()
