@@ -22,6 +22,18 @@ def loop(first: int, end: int, body: Callable[[Any, Any], Any], value: Any) -> A
     return value
 
 
+def draw(logits: Any, bias: Any, rows: Any, xp: Any, limits: Any = None) -> Any:
+    """One id per row of fp32 logits [rows, vocabulary]. `limits` are `rows` as NumPy has them, if that is elsewhere."""
+    limits = limits or rows
+    scaled = scale(logits, bias, rows.temperatures, xp)
+    smallest = rows.top_ks * 0 + LOWEST
+    if limits.top_ks.any():
+        smallest = smallest_of_top_k(scaled, rows.top_ks, xp)
+    if (limits.top_ps < 1).any():
+        smallest = smallest_of_top_p(scaled, smallest, rows.top_ps, xp)
+    return pick(scaled, smallest, rows, xp)
+
+
 def scale(logits: Any, bias: Any, temperatures: Any, xp: Any) -> Any:
     """Logits [rows, vocabulary] with their bias, divided by the temperature; by 1 where that is 0."""
     return (logits + bias) / xp.where(temperatures > 0, temperatures, 1.0)[:, None]

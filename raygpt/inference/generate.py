@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.engines import make_slots
 from raygpt.engines.base import Rows, Slots
-from raygpt.engines.drawing import fold_seed
 from raygpt.inference.loaded import LoadedModel
-from raygpt.inference.sampling import encode_prompt
+from raygpt.inference.sampling import encode_prompt, rows_of
 
 GROUP = 64  # texts that are generated together: their key-value caches are in memory at the same time
 UNFINISHED = "�"  # what an incomplete UTF-8 character decodes to
@@ -32,7 +31,7 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
 
 
-class Decoder:
+class GrowingText:
     """The text of ids that come one by one.
 
     Only the last ones are decoded, after a few whose text is known: what a token adds may depend on the one before it,
@@ -70,7 +69,7 @@ class Sample:
     at_stop_string: bool = False
 
     def __post_init__(self) -> None:
-        self._decoder = Decoder(self.tokenizer)
+        self._growing = GrowingText(self.tokenizer)
 
     def add(self, token: int) -> str:
         """The text that became final with this token."""
@@ -80,7 +79,7 @@ class Sample:
             self.ended_early = True
             return self.finish()
         self.ids.append(token)
-        whole = self._decoder.add(token)
+        whole = self._growing.add(token)
         found = min((place for stop in self.stop if (place := whole.find(stop)) >= 0), default=None)
         if found is not None:
             self.ended = self.ended_early = self.at_stop_string = True
@@ -93,7 +92,7 @@ class Sample:
         if self.ended:
             return ""
         self.ended = True
-        return self._grow(self._decoder.text)
+        return self._grow(self._growing.text)
 
     def _grow(self, text: str) -> str:
         more, self.text = text[len(self.text) :], max(self.text, text, key=len)
@@ -166,7 +165,8 @@ def _draws(
     When the context is full, its last half is read again, and `on_context_full` is called with its number of tokens.
     """
     state, context = loaded.state, loaded.reader.context
-    half, rows = max(1, context // 2), _rows(options, slots.count)
+    half = max(1, context // 2)
+    rows = rows_of(slots.count, options.temperature, options.top_k, options.top_p, options.seed)
     seen = [list(prompt) for _ in range(samples)]
     while True:
         if len(seen[0]) > context:
@@ -180,19 +180,6 @@ def _draws(
             rows = rows._replace(positions=rows.positions * 0 + place, counts=rows.counts + 1)
             if place < context:
                 drawn = slots.fetch(slots.step(state, rows, False)).tokens[:samples]
-
-
-def _rows(options: SamplingOptions, samples: int) -> Rows:
-    whole, ones = np.zeros(samples, np.int32), np.ones(samples, np.float32)
-    return Rows(
-        positions=whole,
-        live=whole == 0,
-        seeds=np.array([fold_seed(options.seed + n) for n in range(samples)], np.int32),
-        counts=whole,
-        temperatures=ones * np.float32(options.temperature),
-        top_ks=whole + (options.top_k or 0),
-        top_ps=ones * np.float32(1 if options.top_p is None else options.top_p),
-    )
 
 
 def _begun(slots: Slots, state: Any, slot: int, prompt: list[int], rows: Rows, context: int) -> NDArray[np.int32]:

@@ -10,7 +10,7 @@ from typing import Any
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.engines.base import ALTERNATIVES
 from raygpt.errors import RaygptError
-from raygpt.inference.generate import UNFINISHED, Decoder
+from raygpt.inference.generate import UNFINISHED, GrowingText
 from raygpt.inference.sampling import encode_prompt
 from raygpt.serving.texts import Piece, Request, Token
 
@@ -283,7 +283,7 @@ class Choice:
     is_begun: bool = False
 
     def __post_init__(self) -> None:
-        self.decoder = Decoder(self.vocabulary.tokenizer)
+        self.growing = GrowingText(self.vocabulary.tokenizer)
 
     def as_json(self, pieces: Sequence[Piece]) -> Json:
         """The pieces, joined, as a choice of OpenAI's."""
@@ -299,8 +299,8 @@ class Choice:
     def _logprobs(self, tokens: Sequence[Token]) -> Json:
         names, offsets = [self.vocabulary.name(token.id) for token in tokens], []
         for token in tokens:
-            offsets.append(len(self.decoder.text.rstrip(UNFINISHED)))  # a part of a character is where that begins
-            self.decoder.add(token.id)
+            offsets.append(len(self.growing.text.rstrip(UNFINISHED)))  # a part of a character is where that begins
+            self.growing.add(token.id)
         return {
             "tokens": names,
             "token_logprobs": [token.logprob for token in tokens],

@@ -104,13 +104,7 @@ class TorchSlots:
 
     def _pick(self, logits: Tensor, bias: Tensor, rows: Rows) -> Tensor:
         put = Rows(*map(self._put, rows))
-        scaled = drawing.scale(logits.float(), bias, put.temperatures, torch)
-        smallest = put.top_ks * 0 + drawing.LOWEST
-        if rows.top_ks.any():
-            smallest = drawing.smallest_of_top_k(scaled, put.top_ks, torch)
-        if (rows.top_ps < 1).any():
-            smallest = drawing.smallest_of_top_p(scaled, smallest, put.top_ps, torch)
-        return drawing.pick(scaled, smallest, put, torch).int()
+        return drawing.draw(logits.float(), bias, put, torch, limits=rows).int()  # type: ignore[no-any-return]
 
     def _put(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
