@@ -54,6 +54,7 @@ class Batch:
         self._biased: set[int] = set()  # slots
         self._wake = threading.Condition()
         self._closed = False
+        self.failures = 0  # turns in succession that ended with an error
 
     def submit(self, request: Request, on_piece: Callable[[Piece], object]) -> Text:
         """Queue a request. `on_piece` gets its answer, on the thread that takes turns, until a piece has a `finish`."""
@@ -82,7 +83,9 @@ class Batch:
         while not self._closed:
             try:
                 is_busy = self.turn()
+                self.failures = 0
             except Exception as error:  # e.g. out of memory: those texts are lost, the next ones may work
+                self.failures += 1
                 self._fail_all(first_line(error))
                 is_busy = True
             if not is_busy:
@@ -116,8 +119,6 @@ class Batch:
         for slot, text in enumerate(self._texts):
             if text and text.is_ended:
                 self._texts[slot] = None
-                self._rows.live[slot] = False
-                self._rows.positions[slot] = self._context - 1
 
     def _fill_slots(self) -> None:
         free = [slot for slot, text in enumerate(self._texts) if text is None]
@@ -133,11 +134,8 @@ class Batch:
         """Set a slot's options. It stays idle until the prompt is read."""
         rows, slot, request = self._rows, text.slot, text.request
         rows.seeds[slot] = fold_seed(request.seed)
-        rows.temperatures[slot], rows.top_ks[slot], rows.top_ps[slot] = (
-            request.temperature,
-            request.top_k,
-            request.top_p,
-        )
+        rows.temperatures[slot] = request.temperature
+        rows.top_ks[slot], rows.top_ps[slot] = request.top_k, request.top_p
         if request.bias or slot in self._biased:
             self._slots.bias(slot, request.bias)
             self._biased.add(slot)

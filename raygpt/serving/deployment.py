@@ -61,17 +61,17 @@ def deployed(models: Mapping[str, Options], replicas: Replicas) -> Iterator[dict
     os.environ.setdefault(
         "RAY_worker_niceness", "0"
     )  # someone waits for each token; Ray's 15 is for work that can wait
+    names = {model: f"raygpt-{os.getpid()}-{model}" for model in models}
     with connected(cpus=max(cores(), len(models) * replicas.count * replicas.cpus + 1)):
         serve.start(proxy_location="Disabled")  # the HTTP server is ours
         try:
-            yield {
-                name: _deploy(serve, number, options, replicas) for number, (name, options) in enumerate(models.items())
-            }
+            yield {model: _deploy(serve, names[model], options, replicas) for model, options in models.items()}
         finally:
-            serve.shutdown()
+            for name in names.values():
+                serve.delete(name)  # and nothing else that Serve may run on this cluster
 
 
-def _deploy(serve: Any, number: int, options: Options, replicas: Replicas) -> Backend:
+def _deploy(serve: Any, name: str, options: Options, replicas: Replicas) -> Backend:
     import ray
 
     gpus = replicas.gpus if replicas.gpus is not None else _one_if_any(ray)
@@ -82,8 +82,11 @@ def _deploy(serve: Any, number: int, options: Options, replicas: Replicas) -> Ba
         ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": gpus, "runtime_env": {"env_vars": threads}},
         logging_config={"log_level": "ERROR"},
     )
-    name = f"raygpt-{os.getpid()}-{number}"
-    return ServeModel(serve.run(deployment.bind(options), name=name, route_prefix=None))
+    try:
+        return ServeModel(serve.run(deployment.bind(options), name=name, route_prefix=None))
+    except RuntimeError as error:  # Serve's, whose message has the replica's traceback
+        cause = [line.strip() for line in str(error).splitlines() if line.strip()][-1]
+        raise RaygptError(f"{options.folder} cannot be served: {cause[:300]}") from error
 
 
 def _one_if_any(ray: Any) -> float:

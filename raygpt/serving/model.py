@@ -22,6 +22,7 @@ from raygpt.serving.batching import Batch, Served
 from raygpt.serving.texts import Piece, Request
 
 POINTS = 300  # of a curve on the page
+MOST_FAILURES = 3  # in succession, after which a replica is given up
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,11 @@ class RunModel:
         run = self._loaded.run
         lines = await asyncio.to_thread(read_metrics, run.folder)
         return {name: _thinned(lines, name) for name in ("loss", "val_loss")} | {"steps": run.total_steps}
+
+    def check_health(self) -> None:
+        """Ray Serve calls it now and then, and starts another replica in place of one for which it raises."""
+        if self._batch.failures >= MOST_FAILURES:
+            raise RuntimeError(f"the last {self._batch.failures} turns failed")
 
     def close(self) -> None:
         """End its threads."""

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from small_model import CONTEXT, MODERN, VOCAB, answers, batch_of, ids, reader_of, served, text
 
+from raygpt.corpus.tokenizers import Bytes
+from raygpt.engines import make_slots
 from raygpt.inference.sampling import sample
-from raygpt.serving.batching import BusyError
+from raygpt.serving.batching import Batch, BusyError
 from raygpt.serving.texts import Request
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_thread")
@@ -28,9 +30,15 @@ def checkpoint(reader):
     return served(reader)
 
 
+@pytest.fixture(scope="module")
+def slots(engine, reader):
+    """Shared by all tests: their programs are compiled once, and no text may depend on what was in a slot before."""
+    return make_slots(engine, reader, 4)
+
+
 @pytest.fixture
-def batch(engine, reader, checkpoint):
-    return batch_of(engine, reader, checkpoint)
+def batch(slots, checkpoint):
+    return Batch(slots, CONTEXT, Bytes(), checkpoint)
 
 
 def prompt(length, seed=0):
@@ -59,7 +67,7 @@ def various(count, seed=0):
     return made
 
 
-def test_a_text_is_the_same_alone_as_in_a_full_batch(engine, reader, checkpoint, batch):
+def test_a_text_is_the_same_alone_as_in_a_full_batch(batch):
     requests = various(18)
     together = answers(batch, requests)
     assert len({tuple(ids(pieces)) for pieces in together}) == len(requests), "texts worth comparing"
@@ -139,9 +147,9 @@ def test_what_is_cancelled_leaves_its_slot_to_those_that_wait(batch):
     assert (batch.load.running, batch.load.waiting) == (0, 0)
 
 
-def test_as_many_may_wait_as_are_allowed(engine, reader, checkpoint):
-    batch = batch_of(engine, reader, checkpoint, slots=2, most_waiting=3)
-    for n in range(5):
+def test_as_many_may_wait_as_are_allowed(slots, checkpoint):
+    batch = Batch(slots, CONTEXT, Bytes(), checkpoint, most_waiting=3)
+    for n in range(7):
         batch.submit(Request(prompt(2, n), 2), lambda piece: None)
     with pytest.raises(BusyError):
         batch.submit(Request(prompt(2), 2), lambda piece: None)
@@ -150,7 +158,7 @@ def test_as_many_may_wait_as_are_allowed(engine, reader, checkpoint):
     batch.submit(Request(prompt(2), 2), lambda piece: None)
 
 
-def test_a_text_comes_from_one_checkpoint_though_another_is_loaded_meanwhile(engine, reader, checkpoint, batch):
+def test_a_text_comes_from_one_checkpoint_though_another_is_loaded_meanwhile(reader, batch):
     later = served(reader, seed=1, step=9)
     request = Request(prompt(6), 20, seed=3)
     of_old, of_new = ids(answers(batch, [request])[0]), []

@@ -64,7 +64,7 @@ def test_runs_of_both_engines_are_served_by_name_and_a_replica_that_dies_is_repl
             events = [line for line in answer.iter_lines() if line.startswith("data: {")]
         streamed = "".join(json.loads(line[6:])["choices"][0]["text"] for line in events)
         assert streamed == texts[0]["choices"][0]["text"]
-        _kill_replica(ray, "jax", backends)
+        _kill_replica(ray, "jax")
         deadline = time.monotonic() + 180
         status, body = completion(address, model="jax", prompt="the", temperature=0.8)
         while status != 200 and time.monotonic() < deadline:
@@ -73,11 +73,10 @@ def test_runs_of_both_engines_are_served_by_name_and_a_replica_that_dies_is_repl
         assert body["choices"][0]["text"] == texts[0]["choices"][0]["text"]
 
 
-def _kill_replica(ray, name, backends):
+def _kill_replica(ray, name):
     from ray import serve
 
-    number = list(backends).index(name)
-    app = next(app for app in serve.status().applications if app.endswith(f"-{number}"))
+    app = next(app for app in serve.status().applications if app.endswith(f"-{name}"))
     found = [
         a for a in ray.util.list_named_actors(all_namespaces=True) if a["name"].startswith(f"SERVE_REPLICA::{app}")
     ]
