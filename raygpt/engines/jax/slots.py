@@ -142,7 +142,7 @@ class JaxSlots:
 
     @cached_property
     def _scaled(self) -> Any:
-        return jax.jit(lambda logits, bias, temperatures: drawing.scale(logits, bias, temperatures, jnp))
+        return jax.jit(lambda logits, *others: drawing.scale(logits.astype(jnp.float32), *others, jnp))
 
     @cached_property
     def _smallest_of_top_k(self) -> Any:
