@@ -64,7 +64,8 @@ async def _loaded(run: Any, growing: Path, arguments: argparse.Namespace) -> tup
         model = await connect("load", backends["load"])
         app = make_app([model], None, Limits())
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-        threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True).start()
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
+        thread.start()
         while not server.started:
             await asyncio.sleep(0.01)
         address = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -73,6 +74,7 @@ async def _loaded(run: Any, growing: Path, arguments: argparse.Namespace) -> tup
         await asyncio.gather(clients.run(), _disturb(run, growing, arguments))
         memory.append(_memory())
         server.should_exit = True
+        await asyncio.to_thread(thread.join)
     return clients, memory
 
 
