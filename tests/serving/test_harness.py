@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import serving
+from local_server import serving
 
 from raygpt.corpus.tokenizers import Gpt2
 from raygpt.evaluation import tasks

@@ -6,7 +6,7 @@ import time
 
 import httpx
 import pytest
-from conftest import LocalModel, serving
+from local_server import LocalModel, serving, two_models
 from small_model import CONTEXT, VOCAB, text
 
 from raygpt.serving.texts import Request
@@ -17,6 +17,18 @@ ASCII = {str(n): -100 for n in range(128, VOCAB)}
 
 def post(address, body, path="/v1/completions", **more):
     return httpx.post(address + path, json=body, timeout=60, **more)
+
+
+@pytest.fixture(scope="module")
+def local_models():
+    with two_models() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def address(local_models):
+    with serving(local_models, body_bytes=100_000, body_s=1.0) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import asyncio
 
 import httpx
-from conftest import LocalModel, serving
+from local_server import LocalModel, serving
 from small_model import CONTEXT, served
 
 from raygpt.testing.load import Clients

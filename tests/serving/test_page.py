@@ -2,6 +2,7 @@
 
 import pytest
 from browser import chromium
+from local_server import serving, two_models
 from small_model import served
 
 pytest.importorskip("uvicorn", reason="needs the extra serve")
@@ -13,6 +14,18 @@ DONE = "!running && Boolean(origin)"
 
 
 @pytest.fixture(scope="module")
+def local_models():
+    with two_models() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def address(local_models):
+    with serving(local_models) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
 def tab():
     with chromium() as made:
         yield made
@@ -20,7 +33,7 @@ def tab():
 
 @pytest.fixture
 def page(tab, address):
-    """The page of two models, empty, with ASCII-only sampling options that give long texts."""
+    """The page of two models, empty."""
     tab.size(1100, 800)
     tab.open(address)
     tab.wait("models.length === 2 && document.activeElement.id === 'editor'")
@@ -95,10 +108,8 @@ def test_another_token_can_be_taken_from_the_keyboard_and_the_text_goes_on_from_
     assert page.run(TEXT).startswith("The cat" + name)
 
 
-def test_a_text_can_be_stopped(page, local_models):
+def test_a_text_can_be_stopped(page):
     page.run("options.elements.max_tokens.value = 70")
-    slow = "const real = fetch; window.fetch = (...a) => real(...a).then(async (r) => { window.held = r; return r; });"
-    page.run(slow)
     page.type("x")
     page.run("document.querySelector('#go').click(); document.querySelector('#stop').click()")
     page.wait("!running && document.querySelector('#stop').disabled")
@@ -119,7 +130,7 @@ def test_two_models_write_side_by_side(page):
     assert right > left + 100
 
 
-def test_a_link_shows_the_same_again(page, address):
+def test_a_link_shows_the_same_again(page):
     text = written(page)
     link = page.run("linked()")
     page.open(link)

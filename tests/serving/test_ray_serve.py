@@ -6,7 +6,7 @@ import time
 
 import httpx
 import pytest
-from conftest import serving
+from local_server import serving
 
 from raygpt.corpus.tokenizers import Bytes
 from raygpt.interop.importing import import_run

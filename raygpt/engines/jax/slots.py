@@ -142,7 +142,7 @@ class JaxSlots:
 
     @cached_property
     def _scaled(self) -> Any:
-        return jax.jit(lambda logits, *others: drawing.scale(logits.astype(jnp.float32), *others, jnp))
+        return jax.jit(lambda logits, bias, heat: drawing.scale(logits.astype(jnp.float32), bias, heat, jnp))
 
     @cached_property
     def _smallest_of_top_k(self) -> Any:

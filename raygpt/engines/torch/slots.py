@@ -104,7 +104,7 @@ class TorchSlots:
 
     def _pick(self, logits: Tensor, bias: Tensor, rows: Rows) -> Tensor:
         put = Rows(*map(self._put, rows))
-        return drawing.draw(logits.float(), bias, put, torch, limits=rows).int()  # type: ignore[no-any-return]
+        return drawing.draw(logits.float(), bias, put, torch, limits=rows).int()
 
     def _put(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)

@@ -6,7 +6,6 @@ import dataclasses
 import threading
 import time
 
-import pytest
 from small_model import batch_of, reader_of, served
 
 from raygpt.corpus.tokenizers import Bytes
@@ -34,7 +33,7 @@ class LocalModel(RunModel):
 
 @contextlib.contextmanager
 def serving(models, key=None, **limits):
-    """(address, app) of a server that runs in a thread."""
+    """The address of a server that runs in a thread."""
     import uvicorn
 
     from raygpt.serving.deployment import listen
@@ -54,15 +53,12 @@ def serving(models, key=None, **limits):
             thread.join(30)
 
 
-@pytest.fixture(scope="session")
-def local_models():
+@contextlib.contextmanager
+def two_models():
+    """By name."""
     made = {"one": LocalModel(), "two": LocalModel(seed=1)}
-    yield made
-    for model in made.values():
-        model.close()
-
-
-@pytest.fixture(scope="session")
-def address(local_models):
-    with serving(local_models, body_bytes=100_000, body_s=1.0) as url:
-        yield url
+    try:
+        yield made
+    finally:
+        for model in made.values():
+            model.close()
