@@ -554,6 +554,51 @@ def generate(
         generation.write(loaded, prompt, options, samples)
 
 
+@app.command()
+def serve(
+    run: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN", help="Run directories, local or s3://; NAME=RUN gives a name, RUN@STEP another checkpoint."
+        ),
+    ],
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Load each new checkpoint of a run that is training.")
+    ] = False,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; others than loopback need an API key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free one.")] = 8000,
+    api_key_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Holds the API key; or set RAYGPT_API_KEY.")
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Texts that a replica generates at once.")] = 8,
+    waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait for one; more get status 429.")] = 64,
+    replicas: Annotated[int, typer.Option(min=1, help="Replicas of each model.")] = 1,
+    gpus: Annotated[
+        float | None,
+        typer.Option(min=0, help="GPUs of a replica (default: 1 if there are any); 0.3 shares one, and its memory."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that an answer may take.")] = 600.0,
+) -> None:
+    """Serve models on Ray Serve: OpenAI's completions for every client, and a page to write in."""
+    import contextlib
+
+    from raygpt.serving.app import Limits
+    from raygpt.serving.deployment import Replicas, deployed, listen
+    from raygpt.serving.deployment import run as serve_until_interrupted
+    from raygpt.serving.options import api_key, models_of
+    from raygpt.show import console, results
+
+    key = api_key(host, api_key_file)
+    models = models_of(run, follow, slots=slots, waiting=waiting, gpu_share=min(1.0, gpus or 1.0))
+    with contextlib.closing(listen(host, port)) as socket:
+        console.note(f"loading {', '.join(models)}" + (", as soon as there is a checkpoint" if follow else ""))
+        with deployed(models, Replicas(replicas, gpus)) as backends:
+            results.show_serving(list(models), socket.getsockname()[:2], key is not None)
+            serve_until_interrupted(backends, [socket], key, Limits(answer_s=timeout))
+
+
 @app.command("export")
 def export_(
     run: Run,

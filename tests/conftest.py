@@ -69,6 +69,36 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
+def harness_tasks(shared_data: Path) -> list[dict[str, Any]]:
+    """HellaSwag and LAMBADA as lm-evaluation-harness configures them, on our items."""
+    choices = ["endings[0]", "endings[1]", "endings[2]", "endings[3]"]
+    local = {"dataset_path": "json", "test_split": "test", "num_fewshot": 0}
+    data = {"hellaswag": "hellaswag_val.jsonl", "lambada": "lambada_test.jsonl"}
+    files = {name: {"data_files": {"test": str(shared_data / "eval" / file)}} for name, file in data.items()}
+    return [
+        {
+            **local,
+            "task": "hellaswag-here",
+            "dataset_kwargs": files["hellaswag"],
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{(activity_label + ': ' + ctx).strip()}}",
+            "doc_to_target": "{{label}}",
+            "doc_to_choice": "{{[" + ", ".join(f"{choice}.strip()" for choice in choices) + "]}}",
+            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        },
+        {
+            **local,
+            "task": "lambada-here",
+            "dataset_kwargs": files["lambada"],
+            "output_type": "loglikelihood",
+            "doc_to_text": "{{text.split(' ')[:-1]|join(' ')}}",
+            "doc_to_target": "{{' '+text.split(' ')[-1]}}",
+            "metric_list": [{"metric": "perplexity", "aggregation": "perplexity"}, {"metric": "acc"}],
+        },
+    ]
+
+
+@pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
     """A bucket, e.g. s3://bucket-1f0c3a7b, on a server of ours; the environment leads every S3 client there."""
     with socket.socket() as free:

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from raygpt.config import Model
-from raygpt.engines.base import Arrays, Reader, Weights
+from raygpt.engines.base import Arrays, Reader, Slots, Weights
 from raygpt.engines.torch import require_torch
 
 
@@ -39,6 +39,12 @@ def make_reader(name: str, model: Model, vocab: int) -> Reader:
     return reader
 
 
+def make_slots(name: str, reader: Reader, count: int) -> Slots:
+    """Slots in which a reader of an engine generates so many texts side by side."""
+    slots: Slots = import_module(f"raygpt.engines.{name}.slots").Slots(reader, count)
+    return slots
+
+
 def read_parameters(name: str, folder: str, model: Model, vocab: int) -> Arrays:
     """The parameters in a checkpoint that an engine wrote; the optimizer's state is not read."""
     parameters: Arrays = import_module(f"raygpt.engines.{name}.checkpoint").read_parameters(folder, model, vocab)
@@ -46,8 +52,8 @@ def read_parameters(name: str, folder: str, model: Model, vocab: int) -> Arrays:
 
 
 def devices_of(name: str) -> Any:
-    """An engine's module of devices: `use_all_cores`, `names`, `is_accelerated`, `peak_bytes`, and JAX's `one`. It does
-    not import a model."""
+    """An engine's module of devices: `use_all_cores`, `names`, `is_accelerated`, `limit_memory`, `peak_bytes`, and
+    JAX's `one`. It does not import a model."""
     return import_module(f"raygpt.engines.{name}.devices")
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,4 +136,68 @@ class Reader(TokenScorer, Protocol):
 
     def describe(self) -> dict[str, str]:
         """Device and precision, for the console."""
+        ...
+
+
+class Rows(NamedTuple):
+    """What a step does in each slot: arrays [slots], of NumPy or on the device."""
+
+    positions: Any  # int32, of the token that is read; the context's last one where a slot is idle
+    live: Any  # bool
+    seeds: Any  # int32
+    counts: Any  # int32, tokens of the text that were drawn before
+    temperatures: Any  # fp32; 0 takes the likeliest token
+    top_ks: Any  # int32; 0 keeps all
+    top_ps: Any  # fp32; 1 keeps all
+
+    def of(self, slot: int) -> "Rows":
+        """The row of one slot, each [1]."""
+        return Rows(*(array[slot : slot + 1] for array in self))
+
+
+class Drawn(NamedTuple):
+    """Tokens that were drawn, or read, and what the model thought of them."""
+
+    tokens: Any  # [rows]
+    logprobs: Any  # [rows]
+    top_ids: Any  # [rows, ALTERNATIVES], the likeliest first; None if nobody asked
+    top_logprobs: Any
+
+
+PART = {"cpu": 32, "gpu": 256}  # tokens of a prompt that are read between two steps: about as long as a few of those
+ALTERNATIVES = 20  # likeliest tokens that are known at each place of a text
+
+
+class Slots(Protocol):
+    """Texts that are generated side by side: each slot has a part of the key-value cache, a position, a seed.
+
+    Shapes are fixed and rows are computed alike, so that a text depends on its own prompt, seed and options only: never
+    on its slot, nor on the other texts. Calls return before the device has computed, with what `fetch` waits for.
+    """
+
+    count: int
+    part: int  # prompts are read in parts of so many tokens
+
+    def read(self, state: Any, slot: int, ids: NDArray[np.int32], start: int) -> Any:
+        """Read a part of a prompt, [part], after `start` earlier tokens: its hidden states."""
+        ...
+
+    def score(self, state: Any, hidden: Any, following: NDArray[np.int32]) -> Any:
+        """What the model thought of the tokens [part] that follow those of a part."""
+        ...
+
+    def begin(self, state: Any, slot: int, hidden: Any, last: int, rows: Rows, top: bool) -> Any:
+        """Draw a text's first token, [1], after number `last` of its prompt's last part."""
+        ...
+
+    def step(self, state: Any, rows: Rows, top: bool) -> Any:
+        """Read the last token of every live slot and draw the next one, [slots]; `top` asks for alternatives."""
+        ...
+
+    def bias(self, slot: int, values: Mapping[int, float]) -> None:
+        """What is added to the logits of a slot's tokens, from now on."""
+        ...
+
+    def fetch(self, drawn: Any) -> Drawn:
+        """What a call drew, or was asked about, as NumPy arrays."""
         ...

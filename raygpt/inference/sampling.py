@@ -1,13 +1,15 @@
 """Samples token ids from a model, one after another, with the engine's key-value cache."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raygpt.corpus.tokenizers import Tokenizer
+from raygpt.engines.base import Rows
+from raygpt.engines.drawing import draw, fold_seed
 from raygpt.errors import RaygptError
 
 Logits = NDArray[np.floating[Any]]
@@ -73,57 +75,28 @@ def stream(
     temperature: float = 0.8,
     top_k: int | None = 50,
     top_p: float | None = None,
-    seed: int | np.random.Generator = 0,
-    on_context_full: Callable[[int], None] = lambda kept: None,
+    seed: int = 0,
 ) -> Iterator[NDArray[np.int32]]:
-    """Continue prompts [rows, time] without end, yielding one id per row; computed lazily.
-
-    When the context is full, its last half is prefilled again, and `on_context_full` is called with the number of
-    those tokens.
-    """
-    random, half = np.random.default_rng(seed), max(1, model.context // 2)
-    if prompt.shape[1] > model.context:
-        prompt = prompt[:, -half:]
-        on_context_full(half)
-    seen = [prompt]  # the tokens in the cache, in parts
+    """Continue prompts [rows, time] up to the context, yielding one id per row; computed lazily."""
+    rows = rows_of(len(prompt), temperature, top_k, top_p, seed)
     logits, cache = model.prefill(state, prompt)
-    place = prompt.shape[1]
-    while True:
-        drawn = _draw(logits, temperature, top_k, top_p, random)
+    for place in range(prompt.shape[1], model.context + 1):
+        drawn = draw(np.asarray(logits, np.float32), 0, rows, np).astype(np.int32)
         yield drawn
-        seen.append(drawn[:, None])
+        rows = rows._replace(counts=rows.counts + 1)
         if place < model.context:
-            logits, cache = model.decode(state, seen[-1], place, cache)
-            place += 1
-        else:
-            seen = [np.concatenate(seen, axis=1)[:, -half:]]
-            on_context_full(half)
-            logits, cache = model.prefill(state, seen[0])
-            place = half
+            logits, cache = model.decode(state, drawn[:, None], place, cache)
 
 
-def _draw(
-    logits: Logits, temperature: float, top_k: int | None, top_p: float | None, random: np.random.Generator
-) -> NDArray[np.int32]:
-    """One id per row. Adding Gumbel noise and taking the argmax samples from the softmax."""
-    if not temperature:
-        return logits.argmax(-1).astype(np.int32)
-    logits = logits / temperature
-    if top_k and top_k < logits.shape[-1]:
-        smallest = np.partition(logits, -top_k, axis=-1)[:, -top_k, None]
-        logits = np.where(logits < smallest, -np.inf, logits)
-    if top_p and top_p < 1:
-        logits = _likeliest(logits, top_p)
-    return (logits + random.gumbel(size=logits.shape)).argmax(-1).astype(np.int32)
-
-
-def _likeliest(logits: Logits, share: float) -> Logits:
-    """Keep the smallest set of likeliest tokens whose total probability reaches `share` (top-p); at least one."""
-    order = np.argsort(-logits, axis=-1, kind="stable")
-    falling = np.take_along_axis(logits, order, axis=-1)
-    probabilities = np.exp(falling - falling[:, :1])
-    before = np.cumsum(probabilities, axis=-1) - probabilities  # of those that are likelier
-    kept = before < share * probabilities.sum(-1, keepdims=True)
-    limited = np.full_like(logits, -np.inf)
-    np.put_along_axis(limited, order, np.where(kept, falling, -np.inf), axis=-1)
-    return limited
+def rows_of(count: int, temperature: float, top_k: int | None, top_p: float | None, seed: int) -> Rows:
+    """Texts that begin together, with the same options; text n has the seed plus n."""
+    whole, ones = np.zeros(count, np.int32), np.ones(count, np.float32)
+    return Rows(
+        positions=whole,
+        live=whole == 0,
+        seeds=np.array([fold_seed(seed + n) for n in range(count)], np.int32),
+        counts=whole,
+        temperatures=ones * np.float32(temperature),
+        top_ks=whole + (top_k or 0),
+        top_ps=ones * np.float32(1 if top_p is None else top_p),
+    )

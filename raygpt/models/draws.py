@@ -37,13 +37,13 @@ def draw(first: FirstValues, index: Any, key: tuple[Any, Any], xp: Any) -> Any:
     Uniform ones are the same everywhere bit for bit. Normal ones, by Box and Muller, are the same to the last digits of
     a library's log and cos: 1e-6 of the deviation. (By erfinv they would differ by 3e-5 of it in the tails.)
     """
-    uniform = _uniform(mix(mix(index ^ key[0]) + key[1]), xp)
+    even = uniform(mix(mix(index ^ key[0]) + key[1]), xp)
     if first.kind == "uniform":
-        return uniform * first.size
-    share = (_uniform(mix(mix(index ^ key[1]) + key[0]), xp) + 1) / 2  # in (0, 1), exact as well
-    return xp.sqrt(-2 * xp.log(share)) * xp.cos(math.pi * uniform) * first.size
+        return even * first.size
+    share = (uniform(mix(mix(index ^ key[1]) + key[0]), xp) + 1) / 2  # in (0, 1), exact as well
+    return xp.sqrt(-2 * xp.log(share)) * xp.cos(math.pi * even) * first.size
 
 
-def _uniform(bits: Any, xp: Any) -> Any:
+def uniform(bits: Any, xp: Any) -> Any:
     """In (-1, 1): odd / 2**23 with |odd| < 2**23, which fp32 holds exactly; symmetric, never 0 and never ±1."""
     return xp.asarray((bits >> 9 & 0x7FFFFF) * 2 + (1 - 2**23), dtype=xp.float32) * 2.0**-23

@@ -44,6 +44,16 @@ def _show_checkpoint(found: "CheckpointWeights") -> None:
     )
 
 
+def show_serving(models: Sequence[str], address: tuple[str, int], has_key: bool) -> None:
+    host, port = address
+    name = "localhost" if host in ("127.0.0.1", "::1", "0.0.0.0", "::") else host
+    out.print(f"[bold]{', '.join(models)}[/] at http://{name}:{port}", highlight=False)
+    key = "its own key" if has_key else "any key"
+    out.print(f"  write in it   http://{name}:{port}/", highlight=False)
+    out.print(f"  OpenAI's API  http://{name}:{port}/v1  ({key})", highlight=False)
+    out.print("  Ctrl-C ends it", highlight=False)
+
+
 def show_imported(run: "OpenRun") -> None:
     """What it is, and how to train it further."""
     model, vocab = run.recipe.model, run.tokenizer.vocab

@@ -31,39 +31,14 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(run, tmp_path_factory, shared_data):
+def results(run, tmp_path_factory, harness_tasks):
     """The harness's, on the exported folder, with its own arithmetic and our items."""
     folder = tmp_path_factory.mktemp("export") / "model"
     export(read(run), str(folder))
-    choices = ["endings[0]", "endings[1]", "endings[2]", "endings[3]"]
-    local = {"dataset_path": "json", "test_split": "test", "num_fewshot": 0}
-    data = {"hellaswag": "hellaswag_val.jsonl", "lambada": "lambada_test.jsonl"}
-    files = {name: {"data_files": {"test": str(shared_data / "eval" / file)}} for name, file in data.items()}
-    configs = [
-        {
-            **local,
-            "task": "hellaswag-here",
-            "dataset_kwargs": files["hellaswag"],
-            "output_type": "multiple_choice",
-            "doc_to_text": "{{(activity_label + ': ' + ctx).strip()}}",
-            "doc_to_target": "{{label}}",
-            "doc_to_choice": "{{[" + ", ".join(f"{choice}.strip()" for choice in choices) + "]}}",
-            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-        },
-        {
-            **local,
-            "task": "lambada-here",
-            "dataset_kwargs": files["lambada"],
-            "output_type": "loglikelihood",
-            "doc_to_text": "{{text.split(' ')[:-1]|join(' ')}}",
-            "doc_to_target": "{{' '+text.split(' ')[-1]}}",
-            "metric_list": [{"metric": "perplexity", "aggregation": "perplexity"}, {"metric": "acc"}],
-        },
-    ]
     found = lm_eval.simple_evaluate(
         model="hf",
         model_args={"pretrained": str(folder), "device": "cpu", "dtype": "float32"},
-        tasks=configs,
+        tasks=harness_tasks,
         limit=ITEMS,
         log_samples=True,
         bootstrap_iters=0,

@@ -8,9 +8,13 @@ import pytest
 
 from raygpt.config import Model
 from raygpt.corpus.tokenizers import Bytes, Char
+from raygpt.engines import make_slots
+from raygpt.engines.base import Drawn
+from raygpt.engines.drawing import draw
 from raygpt.errors import RaygptError
+from raygpt.inference import generate as module
 from raygpt.inference.generate import Sample, SamplingOptions, generate, generate_in_groups
-from raygpt.inference.sampling import encode_prompt, sample, stream
+from raygpt.inference.sampling import encode_prompt, sample
 from raygpt.interop.gpt2 import from_hugging_face
 from raygpt.models import describe
 
@@ -81,40 +85,63 @@ def test_without_a_prompt_a_document_begins():
 
 
 class Counting:
-    """A model that writes the number of tokens that it sees; it notes what it was asked."""
+    """Slots of a model that writes the number of tokens that it sees; they note what is read."""
 
-    context = 8
+    part, count = 4, 1
 
     def __init__(self):
-        self.read = []
+        self.read_parts = []
 
-    def prefill(self, state, ids):
-        self.read.append(ids.tolist())
-        return self._logits(len(ids), ids.shape[1]), None
+    def read(self, state, slot, ids, start):
+        self.read_parts.append((ids.tolist(), start))
+        return start
 
-    def decode(self, state, ids, start, cache):
-        return self._logits(len(ids), start + 1), None
+    def begin(self, state, slot, hidden, last, rows, top):
+        return Drawn(np.array([hidden + last + 1]), None, None, None)
 
-    def _logits(self, rows, seen):
-        return np.tile(np.eye(20)[seen], (rows, 1))
+    def step(self, state, rows, top):
+        return Drawn(rows.positions + 1, None, None, None)
+
+    def fetch(self, drawn):
+        return drawn
 
 
-def test_past_the_context_the_last_half_is_read_in_again():
-    model, told = Counting(), []
-    drawn = stream(model, None, np.array([[11, 12, 13]], dtype=np.int32), temperature=0, on_context_full=told.append)
-    found = [int(next(drawn)[0]) for _ in range(12)]
+@pytest.fixture
+def counting():
+    """(tokens that follow a prompt, what was read, the numbers of tokens that were read again) in a context of 8."""
+    slots, told = Counting(), []
+    loaded = SimpleNamespace(reader=SimpleNamespace(context=8), state=None)
+
+    def follow(prompt, count):
+        draws = module._draws(loaded, slots, prompt, SamplingOptions(temperature=0), 1, told.append)
+        return [int(next(draws)[0]) for _ in range(count)], slots.read_parts, told
+
+    return follow
+
+
+def test_past_the_context_the_last_half_is_read_again(counting):
+    found, read, told = counting([11, 12, 13], 12)
     assert found == [3, 4, 5, 6, 7, 8, 4, 5, 6, 7, 8, 4]
-    assert model.read == [[[11, 12, 13]], [[5, 6, 7, 8]], [[5, 6, 7, 8]]]
+    assert read == [([11, 12, 13, 0], 0), ([5, 6, 7, 8], 0), ([5, 6, 7, 8], 0)]
     assert told == [4, 4]
 
 
 def test_many_samples_are_generated_in_groups_each_with_other_draws(monkeypatch):
     class Even(Counting):
-        def _logits(self, rows, seen):
-            return np.zeros((rows, 257))
+        """All tokens are as likely."""
 
-    monkeypatch.setattr("raygpt.inference.generate.GROUP", 3)
-    model, seen = SimpleNamespace(tokenizer=Bytes(), reader=Even(), state=None), []
+        count = 3
+
+        def begin(self, state, slot, hidden, last, rows, top):
+            return Drawn(draw(np.zeros((1, 256), np.float32), 0, rows.of(slot), np), None, None, None)
+
+        def step(self, state, rows, top):
+            return Drawn(draw(np.zeros((3, 256), np.float32), 0, rows, np), None, None, None)
+
+    monkeypatch.setattr(module, "GROUP", 3)
+    monkeypatch.setattr(module, "make_slots", lambda *arguments: Even())
+    reader, seen = SimpleNamespace(context=8), []
+    model = SimpleNamespace(engine="", tokenizer=Bytes(), reader=reader, state=None)
     options = SamplingOptions(tokens=5, top_k=None, seed=1)
     groups = list(generate_in_groups(model, "a", options, 7, progress=lambda *so_far: seen.append(so_far)))
     assert [len(group) for group in groups] == [3, 3, 1]
@@ -123,16 +150,12 @@ def test_many_samples_are_generated_in_groups_each_with_other_draws(monkeypatch)
     assert seen[:6] == [(0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (3, 1)]
 
 
-def test_of_a_prompt_longer_than_the_context_the_end_is_read():
-    model, told = Counting(), []
-    next(stream(model, None, np.arange(9, dtype=np.int32)[None], on_context_full=told.append))
-    assert model.read == [[[5, 6, 7, 8]]]
-    assert told == [4]
+def test_of_a_prompt_longer_than_the_context_the_end_is_read(counting):
+    assert counting(list(range(9)), 1) == ([4], [([5, 6, 7, 8], 0)], [4])
 
 
-def test_a_full_context_is_read_whole():
-    model = Counting()
-    assert int(next(stream(model, None, np.arange(8, dtype=np.int32)[None], temperature=0))[0]) == 8
+def test_a_full_context_is_read_whole_in_parts(counting):
+    assert counting(list(range(8)), 1) == ([8], [([0, 1, 2, 3], 0), ([4, 5, 6, 7], 4)], [])
 
 
 # top-p
@@ -197,3 +220,29 @@ def test_greedy_text_is_the_uncached_models_and_hugging_faces(engine):
     for _ in range(33):  # without a cache: all is read again for every token
         ids = np.concatenate([ids, reader.prefill(state, ids)[0].argmax(1)[:, None].astype(np.int32)], axis=1)
     np.testing.assert_array_equal(found, ids[:, 7:])
+
+
+@pytest.mark.parametrize("engine", ["jax", "torch"])
+def test_what_is_generated_is_what_is_served_for_the_same_seed(engine, compiled_quickly):
+    """Beyond the context too, whose last half is read again as a new prompt would be."""
+    from raygpt.serving.batching import Batch, Served
+    from raygpt.serving.texts import Request
+
+    model = Model(layers=2, heads=2, width=16, context=48, precision="fp32")
+    random = np.random.default_rng(5)
+    shapes = describe(model, 257).shapes
+    parameters = {name: random.normal(size=shape).astype(np.float32) * 0.4 for name, shape in shapes.items()}
+    reader = import_module(f"raygpt.engines.{engine}.reader").Reader(model, 257)
+    loaded = SimpleNamespace(engine=engine, reader=reader, state=reader.load(parameters), tokenizer=Bytes())
+    notes = []
+    options = SamplingOptions(tokens=80, temperature=0.9, top_k=20, top_p=0.95, seed=11)
+    texts = generate(loaded, "a cat sat on a mat", options, 2, note=notes.append)
+    assert (len(notes), "the last 24 are read again" in notes[0]) == (1, True)
+    batch = Batch(make_slots(engine, reader, 2), 48, Bytes(), Served(0, loaded.state))
+    for number, text in enumerate(texts):
+        pieces, more = [], min(30, len(text.ids))
+        request = Request(tuple(b"a cat sat on a mat"), more, 0.9, 20, 0.95, 11 + number)
+        batch.submit(request, pieces.append)
+        while batch.turn():
+            pass
+        assert [token.id for piece in pieces for token in piece.tokens] == text.ids[:more]

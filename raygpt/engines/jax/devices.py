@@ -41,6 +41,12 @@ def one() -> list[Any]:
     return devices[:1] if is_accelerated() else devices
 
 
+def limit_memory(share: float) -> None:
+    """Use no more than this share of the GPU's memory: others use it too. Before the GPU is first used."""
+    if share < 1:
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(share)
+
+
 def peak_bytes() -> int:
     """The most memory in use on the first device so far; 0 if unknown, as on a CPU."""
     return int((jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0))

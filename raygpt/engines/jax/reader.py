@@ -38,36 +38,36 @@ class JaxReader:
 
     def __init__(self, model: config.Model, vocab: int, *, device: Any = None, precision: str | None = None):
         self.model, self.vocab, self.context = model, vocab, model.context
-        self._description = describe(model, vocab)
-        self._device = device or jax.local_devices()[0]
-        self.precision = precision or precision_on(self._device, model.precision)
-        self._dtype = DTYPES[self.precision]
-        mesh = make_mesh(config.Mesh().sizes(), [self._device])
-        self._attention, _ = choose_attention(self._device, self._dtype, mesh, model)
+        self.description = describe(model, vocab)
+        self.device = device or jax.local_devices()[0]
+        self.precision = precision or precision_on(self.device, model.precision)
+        self.dtype = DTYPES[self.precision]
+        mesh = make_mesh(config.Mesh().sizes(), [self.device])
+        self._attention, _ = choose_attention(self.device, self.dtype, mesh, model)
 
     def describe(self) -> dict[str, str]:
         """Device and precision, for the console."""
         return {
             "engine": f"jax {jax.__version__}",
-            "device": self._device.device_kind,
+            "device": self.device.device_kind,
             "precision": self.precision,
         }
 
     def load(self, parameters: Arrays) -> ReaderState:
         """The parameters, as `Weights` has them, on the device."""
-        arrays = from_plain(parameters, self._description, accurate(self._dtype))
+        arrays = from_plain(parameters, self.description, accurate(self.dtype))
         stacked = blocks_of(arrays)
         blocks = tuple({name: array[n] for name, array in stacked.items()} for n in range(self.model.layers))
         top = {name: array for name, array in arrays.items() if not name.startswith("blocks.")}
-        return jax.device_put(ReaderState(top, blocks), self._device)
+        return jax.device_put(ReaderState(top, blocks), self.device)
 
     def prefill(self, state: ReaderState, ids: NDArray[np.int32]) -> tuple[NDArray[np.floating[Any]], Any]:
         """Read prompts [rows, time], padded to a bucket. Padding is overwritten before it is read."""
         rows, time = ids.shape
         padded = np.zeros((rows, bucket(time, self.context)), dtype=np.int32)
         padded[:, :time] = ids
-        layers, *shape = self._description.cache_shape(rows)
-        empty = lambda: jnp.zeros(shape, self._dtype, device=self._device)  # noqa: E731
+        layers, *shape = self.cache_shape(rows)
+        empty = lambda: jnp.zeros(shape, self.dtype, device=self.device)  # noqa: E731
         return self._read(state, padded, 0, time - 1, tuple(Cache(empty(), empty()) for _ in range(layers)))
 
     def decode(
@@ -105,9 +105,9 @@ class JaxReader:
 
                 return attention
 
-            hidden = self._hidden(parameters, ids, start, [attend(layer) for layer in range(self.model.layers)])
+            hidden = self.hidden(parameters, ids, start, [attend(layer) for layer in range(self.model.layers)])
             one = jax.lax.dynamic_index_in_dim(hidden, last, axis=1, keepdims=False)  # [rows, width]
-            return self._logits(parameters, one), new
+            return self.logits(parameters, one), new
 
         return jax.jit(extend)
 
@@ -121,10 +121,10 @@ class JaxReader:
     @cached_property
     def _token_logprobs(self) -> Any:
         def token_logprobs(parameters: ReaderState, inputs: Array, targets: Array) -> tuple[Array, Array]:
-            hidden = self._hidden(parameters, inputs, 0, [self._attention] * self.model.layers)
+            hidden = self.hidden(parameters, inputs, 0, [self._attention] * self.model.layers)
 
             def row(part: tuple[Array, Array]) -> tuple[Array, Array]:  # one at a time: GPT-2's logits are 200 MB each
-                scores = self._logits(parameters, part[0])  # [time, vocabulary]
+                scores = self.logits(parameters, part[0])  # [time, vocabulary]
                 picked = jnp.take_along_axis(scores, part[1][:, None], axis=1)[:, 0]
                 return picked - jax.nn.logsumexp(scores, axis=1), scores.argmax(1) == part[1]
 
@@ -132,15 +132,21 @@ class JaxReader:
 
         return jax.jit(token_logprobs)
 
-    def _hidden(self, parameters: ReaderState, ids: Array, start: Any, attentions: list[Attention]) -> Array:
+    def cache_shape(self, rows: int) -> tuple[int, ...]:
+        """Of the keys, and of the values: [layers, rows, kv_heads, context, head]."""
+        return self.description.cache_shape(rows)
+
+    def hidden(self, parameters: ReaderState, ids: Array, start: Any, attentions: list[Attention]) -> Array:
+        """The last hidden states [rows, time, width] of ids that follow `start` earlier ones."""
         top, model = parameters.top, self.model
-        x, shared = embed(top, ids, start, model, self._dtype)
+        x, shared = embed(top, ids, start, model, self.dtype)
         for layer, (own, attention) in enumerate(zip(parameters.blocks, attentions, strict=True)):
-            x = block(own, x, attention, model, shared, value_embedding(top, ids, layer, model, self._dtype))
+            x = block(own, x, attention, model, shared, value_embedding(top, ids, layer, model, self.dtype))
         return norm(top, "norm", x, model)
 
-    def _logits(self, parameters: ReaderState, hidden: Array) -> Array:
-        return logits(hidden, parameters.top[self._description.output_table], self.model.softcap)[:, : self.vocab]
+    def logits(self, parameters: ReaderState, hidden: Array) -> Array:
+        """[…, vocabulary] of hidden states […, width], without the vocabulary's padding."""
+        return logits(hidden, parameters.top[self.description.output_table], self.model.softcap)[:, : self.vocab]
 
 
 Reader: type[base.Reader] = JaxReader

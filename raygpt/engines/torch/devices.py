@@ -26,6 +26,12 @@ def peak_bytes() -> int:
     return torch.cuda.max_memory_allocated()
 
 
+def limit_memory(share: float) -> None:
+    """Use no more than this share of the GPU's memory: others use it too."""
+    if share < 1 and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(share)
+
+
 def choose_device() -> torch.device:
     """The GPU that this process was given, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

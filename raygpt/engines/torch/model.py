@@ -102,7 +102,7 @@ class GPT(nn.Module):
     def forward(self, ids: Tensor, keys: Tensor | None = None) -> Tensor:
         """`keys` [sites, 2, rows] turn dropout on."""
         positions = torch.arange(ids.shape[1], device=ids.device)
-        return self._hidden(ids, positions, [causal] * len(self.blocks), keys)
+        return self.hidden(ids, positions, [causal] * len(self.blocks), keys)
 
     def empty_cache(self, rows: int) -> Cache:
         """For prompts of so many rows, with this process's heads."""
@@ -115,11 +115,12 @@ class GPT(nn.Module):
         span = Span(start, ids.shape[1], ids.device)
         visible = span.visible
         attentions = [cache.attention(layer, span, visible) for layer in range(len(self.blocks))]
-        return self._hidden(ids, span.positions, attentions)
+        return self.hidden(ids, span.positions, attentions)
 
-    def _hidden(
+    def hidden(
         self, ids: Tensor, positions: Tensor, attentions: Sequence[Attention], keys: Tensor | None = None
     ) -> Tensor:
+        """The same at positions [time] or [rows, time], with the attention of each layer."""
         x = dropout(self._embed(ids, positions), None if keys is None else keys[0], self.model.dropout)
         x0 = x if self.model.x0_mixing else None
         rotation, values = self._rotations(positions), self._embed_values(ids)

@@ -1,6 +1,7 @@
 """Inference by PyTorch on one device: log-probabilities of texts, and generation with a cache. Not compiled."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ from raygpt.config import Model
 from raygpt.engines import base
 from raygpt.engines.base import Arrays, Positions
 from raygpt.engines.torch import layers
+from raygpt.engines.torch.attention import Attention
 from raygpt.engines.torch.devices import DTYPES, accurate, autocast, choose_device, choose_precision
 from raygpt.engines.torch.loss import token_logprobs
 from raygpt.engines.torch.model import GPT
 from raygpt.engines.torch.parameters import OwnLayout
+from raygpt.models import describe
 
 LogitsAndCache = tuple[NDArray[np.floating[Any]], Any]
 FEW = 16  # up to this many rows a product takes as long as reading its kernel
@@ -45,9 +48,9 @@ class TorchReader:
         self.model, self.vocab, self.context = model, vocab, model.context
         self.device = torch.device(device) if device else choose_device()
         self.precision = choose_precision(model.precision, self.device)
-        self._dtype = DTYPES[self.precision]
-        self._param_dtype = accurate(self._dtype)
-        self._autocast = autocast(self.device, self._dtype)
+        self.dtype = DTYPES[self.precision]
+        self._param_dtype = accurate(self.dtype)
+        self._autocast = autocast(self.device, self.dtype)
 
     def describe(self) -> dict[str, str]:
         """Device and precision, for the console."""
@@ -62,14 +65,14 @@ class TorchReader:
     def load(self, parameters: Arrays) -> GPT:
         """The parameters, as `Weights` has them, on the device."""
         with torch.device("meta"):
-            gpt = GPT(self.model, self.vocab, self._dtype)
+            gpt = GPT(self.model, self.vocab, self.dtype)
         gpt.to(self._param_dtype).to_empty(device=self.device)
         values = OwnLayout(gpt.description).values(parameters)
         for name, parameter in gpt.named_parameters():
             parameter.copy_(values(name, tuple(slice(size) for size in parameter.shape)))
         for module in gpt.modules():
             if isinstance(module, torch.nn.Linear):
-                module.to(self._dtype)  # once; autocast would do it for every token
+                module.to(self.dtype)  # once; autocast would do it for every token
                 if self.device.type == "cpu":
                     module.forward = functools.partial(linear, module)  # type: ignore[method-assign]
         return gpt.eval()
@@ -83,7 +86,7 @@ class TorchReader:
         """The same for ids [rows, time] that follow `start` earlier ones."""
         with self._autocast:
             hidden = state.extend(self._put(ids), start, cache)[:, -1]
-            return self._logits(state, hidden).cpu().numpy(), cache
+            return self.logits(state, hidden).cpu().numpy(), cache
 
     @torch.inference_mode()
     def token_logprobs(
@@ -95,7 +98,17 @@ class TorchReader:
             logprobs, hits = token_logprobs(state(ids[:, :-1]), state.table, ids[:, 1:], self.vocab, state.softcap)
         return logprobs.cpu().numpy(), hits.cpu().numpy()
 
-    def _logits(self, state: GPT, hidden: Tensor) -> Tensor:
+    def cache_shape(self, rows: int) -> tuple[int, ...]:
+        """Of the keys, and of the values: [layers, rows, kv_heads, context, head]."""
+        return describe(self.model, self.vocab).cache_shape(rows)
+
+    def hidden(self, state: GPT, ids: Tensor, positions: Tensor, attention: Callable[[int], Attention]) -> Tensor:
+        """The last hidden states [rows, time, width] of ids at positions, with a layer's attention."""
+        with self._autocast:
+            return state.hidden(ids, positions, [attention(layer) for layer in range(self.model.layers)])
+
+    def logits(self, state: GPT, hidden: Tensor) -> Tensor:
+        """[rows, vocabulary] of hidden states [rows, width], without the vocabulary's padding."""
         multiply = product if self.device.type == "cpu" else layers.product
         return layers.logits(hidden, state.table, state.softcap, multiply)[:, : self.vocab].to(self._param_dtype)
 

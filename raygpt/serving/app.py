@@ -1,0 +1,378 @@
+"""The HTTP server: OpenAI's completions, tokens, health, metrics and the page, for models by name.
+
+It knows nothing of Ray: a model is anything with `Backend`'s methods.
+"""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Protocol
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from raygpt.corpus import tokenizers
+from raygpt.errors import first_line
+from raygpt.serving.batching import BusyError
+from raygpt.serving.completions import END_OF_TEXT, Choice, Completion, Json, RefusedError, Vocabulary, parse, usage
+from raygpt.serving.meters import Meters, Stopwatch
+from raygpt.serving.texts import Piece, Request
+
+RETRY_AFTER_S = 1
+LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]", "testserver")
+ASSETS = {"": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
+
+
+class Backend(Protocol):
+    """A model: `RunModel` in this process, or replicas of it on Ray Serve."""
+
+    async def describe(self) -> Json: ...
+
+    async def status(self) -> Json: ...
+
+    async def losses(self) -> Json: ...
+
+    def stream(self, request: Request) -> AsyncIterator[list[Piece]]: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client may ask for."""
+
+    body_bytes: int = 4 * 2**20
+    body_s: float = 30.0  # within which a body must have come
+    answer_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """A backend and what is known of it."""
+
+    name: str
+    backend: Backend
+    facts: Json
+    vocabulary: Vocabulary
+
+
+async def connect(name: str, backend: Backend) -> Model:
+    """Ask a backend what it is."""
+    facts = await backend.describe()
+    tokenizer = tokenizers.from_description(facts.pop("tokenizer"), name)
+    return Model(name, backend, facts, Vocabulary(tokenizer, facts["context"]))
+
+
+def make_app(models: Sequence[Model], key: str | None = None, limits: Limits | None = None) -> Starlette:
+    """The server of these models; the first answers requests that name none. With a key, only who has it is served."""
+    server = Server({model.name: model for model in models}, limits or Limits())
+    routes = [
+        Route("/v1/completions", server.completions, methods=["POST"]),
+        Route("/v1/models", server.models),
+        Route("/v1/models/{name:path}", server.model),
+        Route("/tokenize", server.tokenize, methods=["POST"]),
+        Route("/detokenize", server.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", server.tokenizer_info),
+        Route("/losses", server.losses),
+        Route("/metrics", server.metrics),
+        Route("/health", server.health),
+        *(Route(f"/{name}", _asset(name, kind)) for name, kind in ASSETS.items()),
+    ]
+    app = Starlette(routes=routes, exception_handlers={RefusedError: _refused, HTTPException: _http_error})
+    app.add_middleware(Guard, key=key)
+    return app
+
+
+class Server:
+    """Answers each route."""
+
+    def __init__(self, models: Mapping[str, Model], limits: Limits):
+        self._models, self._limits, self._meters = models, limits, Meters()
+
+    async def completions(self, http: HttpRequest) -> Response:
+        body = await self._body(http)
+        model = self._named(body)
+        completion = parse(body, model.vocabulary)
+        answer = Answer(model, completion, Stopwatch(self._meters, model.name), self._limits.answer_s)
+        if not completion.stream:
+            return JSONResponse(await _unless_gone(http, answer.whole()))
+        events = answer.events()
+        first = await anext(events)  # a refusal is a status, not an event
+        return StreamingResponse(_chained(first, events), media_type="text/event-stream", headers=NO_CACHE)
+
+    async def models(self, http: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [await _listed(model) for model in self._models.values()]})
+
+    async def model(self, http: HttpRequest) -> Response:
+        return JSONResponse(await _listed(self._named({"model": http.path_params["name"]})))
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        body = await self._body(http)
+        vocabulary, text = self._named(body).vocabulary, _field(body, "prompt", str, "a text")
+        if text == END_OF_TEXT:
+            ids = [vocabulary.tokenizer.end_of_text]
+        else:
+            ids = list(parse({"prompt": text, "echo": True, "max_tokens": 0}, _endless(vocabulary)).requests[0].prompt)
+        return JSONResponse({"count": len(ids), "max_model_len": vocabulary.context, "tokens": ids})
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        body = await self._body(http)
+        vocabulary, ids = self._named(body).vocabulary, _field(body, "tokens", list, "a list of token ids")
+        checked = parse({"prompt": [ids], "echo": True, "max_tokens": 0}, _endless(vocabulary)).requests[0].prompt
+        return JSONResponse({"prompt": vocabulary.tokenizer.decode(checked)})
+
+    async def tokenizer_info(self, http: HttpRequest) -> Response:
+        vocabulary = self._named(dict(http.query_params)).vocabulary
+        end = {f"{name}_token": END_OF_TEXT for name in ("bos", "eos", "pad")}
+        sizes = {"vocab_size": vocabulary.tokenizer.vocab, "model_max_length": vocabulary.context}
+        return JSONResponse({"tokenizer_class": "raygpt", **end, **sizes, "chat_template": None})
+
+    async def losses(self, http: HttpRequest) -> Response:
+        return JSONResponse(await self._named(dict(http.query_params)).backend.losses())
+
+    async def health(self, http: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, http: HttpRequest) -> Response:
+        for model in self._models.values():
+            status = await model.backend.status()
+            for name in ("running", "waiting", "slots", "step"):
+                getattr(self._meters, name).labels(model.name).set(status[name])
+        return Response(self._meters.text(), media_type="text/plain; version=0.0.4")
+
+    def _named(self, body: Any) -> Model:
+        name = body.get("model") if isinstance(body, dict) else None
+        if name is None:
+            return next(iter(self._models.values()))
+        if not isinstance(name, str) or name not in self._models:
+            known = ", ".join(self._models)
+            raise RefusedError(404, f"no model {str(name)[:100]!r} is served here; there is {known}", "model")
+        return self._models[name]
+
+    async def _body(self, http: HttpRequest) -> Any:
+        """The JSON of a request, within the limits."""
+        if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise RefusedError(415, "the body must be JSON; send the header Content-Type: application/json")
+        try:
+            async with asyncio.timeout(self._limits.body_s):
+                raw = await self._bytes(http)
+        except TimeoutError:
+            raise RefusedError(408, f"the body did not come within {self._limits.body_s:g} s") from None
+        try:
+            return json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
+        except UnicodeDecodeError:
+            raise RefusedError(400, "the body is not UTF-8") from None
+        except RecursionError:
+            raise RefusedError(400, "the body is nested too deeply") from None
+        except ValueError as error:
+            raise RefusedError(400, f"the body is not JSON: {first_line(error)[:120]}") from None
+
+    async def _bytes(self, http: HttpRequest) -> bytes:
+        parts, size, most = [], 0, self._limits.body_bytes
+        async for part in http.stream():
+            parts.append(part)
+            size += len(part)
+            if size > most:
+                raise RefusedError(413, f"the body is larger than {most:,} bytes; send less at once")
+        return b"".join(parts)
+
+
+class Answer:
+    """The texts of one request, generated at the same time."""
+
+    def __init__(self, model: Model, completion: Completion, watch: Stopwatch, limit_s: float):
+        self._model, self._completion, self._watch, self._limit_s = model, completion, watch, limit_s
+        self._deadline = time.monotonic() + limit_s
+        pairs = enumerate(zip(completion.requests, completion.echoed, strict=True))
+        self._choices = [Choice(n, request, echoed, model.vocabulary) for n, (request, echoed) in pairs]
+        self._about = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
+
+    async def whole(self) -> Json:
+        """As one object."""
+        pieces: dict[int, list[Piece]] = {choice.index: [] for choice in self._choices}
+        async for index, more in self._pieces():
+            pieces[index] += more
+        made = [choice.as_json(pieces[choice.index]) for choice in self._choices]
+        return self._message(made) | {"usage": usage(self._completion, self._choices)}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """As server-sent events. An error after the first is an event too: the status has been sent."""
+        is_begun = False
+        try:
+            async for index, pieces in self._pieces():
+                yield _event(self._message([self._choices[index].as_json(pieces)]))
+                is_begun = True
+            if self._completion.usage_in_stream:
+                yield _event(self._message([]) | {"usage": usage(self._completion, self._choices)})
+        except RefusedError as error:
+            if not is_begun:
+                raise
+            yield _event(error.as_json())
+        yield b"data: [DONE]\n\n"
+
+    def _message(self, choices: list[Json]) -> Json:
+        mark = f"{self._model.name}@{max((choice['step'] for choice in choices), default=0)}"
+        return {**self._about, "model": self._model.name, "system_fingerprint": mark, "choices": choices}
+
+    async def _pieces(self) -> AsyncIterator[tuple[int, list[Piece]]]:
+        """(choice, its next pieces) until all have ended. To leave the iteration ends the texts."""
+        queue: asyncio.Queue[tuple[int, list[Piece]] | BaseException] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._collect(choice, queue)) for choice in self._choices]
+        unfinished, status = len(tasks), 499  # what nginx calls a client that went away
+        try:
+            while unfinished:
+                found = await asyncio.wait_for(queue.get(), max(0, self._deadline - time.monotonic()))
+                if isinstance(found, BaseException):
+                    raise found
+                self._watch.token()
+                unfinished -= found[1][-1].finish is not None
+                yield found
+            status = 200
+        except TimeoutError:
+            status = 504
+            raise RefusedError(504, f"the answer took longer than {self._limit_s:g} s; ask for less") from None
+        except RefusedError as error:
+            status = error.status
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # their slots are free before the client hears of it
+            prompt = usage(self._completion, self._choices)["prompt_tokens"]
+            self._watch.end(prompt, sum(choice.drawn for choice in self._choices), status)
+
+    async def _collect(self, choice: Choice, queue: "asyncio.Queue[Any]") -> None:
+        try:
+            async with contextlib.aclosing(self._model.backend.stream(choice.request)) as stream:  # type: ignore[type-var]
+                async for pieces in stream:
+                    choice.drawn = pieces[-1].drawn
+                    if (pieces[-1].finish or "").startswith("error: "):
+                        raise RefusedError(500, f"the model failed: {pieces[-1].finish}; try again")
+                    await queue.put((choice.index, pieces))
+        except BusyError:
+            message = "too many requests are waiting; try again later"
+            await queue.put(RefusedError(429, message, headers={"Retry-After": str(RETRY_AFTER_S)}))
+        except RefusedError as error:
+            await queue.put(error)
+        except Exception as error:  # of Ray, e.g. a replica that died: this text is lost, the next ones are served
+            await queue.put(RefusedError(503, f"the model is not there: {first_line(error)[:200]}; try again"))
+
+
+class Guard:
+    """Lets in who has the key; without one, who uses this machine's own name: a page of another site, whose name leads
+    here (DNS rebinding), does not."""
+
+    def __init__(self, app: Any, key: str | None):
+        self._app, self._key = app, key
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        await (_response(refusal) if refusal else self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Any) -> RefusedError | None:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        if self._key is None:
+            host = headers.get(b"host", "")
+            name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
+            if name.lower() not in LOCAL_NAMES:
+                return RefusedError(403, "without an API key only localhost is served; see raygpt serve --help")
+            return None
+        if scope["path"].strip("/") in {*ASSETS, "health"}:
+            return None
+        given = headers.get(b"authorization", "").removeprefix("Bearer ").encode()
+        if secrets.compare_digest(given, self._key.encode()):
+            return None
+        return RefusedError(401, "wrong or missing API key; send the header Authorization: Bearer KEY")
+
+
+NO_CACHE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+SAFE = {
+    "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+
+
+def _asset(name: str, kind: str) -> Callable[[HttpRequest], Awaitable[Response]]:
+    async def serve(http: HttpRequest) -> Response:
+        file = resources.files("raygpt") / "serving" / "assets" / (name or "page.html")
+        return Response(file.read_text("utf-8"), media_type=kind, headers=SAFE)
+
+    return serve
+
+
+async def _listed(model: Model) -> Json:
+    """A model as `/v1/models` lists it, with what the page shows of it."""
+    about = {"id": model.name, "object": "model", "owned_by": "raygpt", "max_model_len": model.vocabulary.context}
+    return {**about, **model.facts, **await model.backend.status()}
+
+
+def _field(body: Any, key: str, kind: type, meant: str) -> Any:
+    value = body.get(key) if isinstance(body, dict) else None
+    if not isinstance(value, kind):
+        raise RefusedError(400, f"{key} must be {meant}", key)
+    return value
+
+
+def _endless(vocabulary: Vocabulary) -> Vocabulary:
+    return Vocabulary(vocabulary.tokenizer, 10**9)
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+async def _unless_gone(http: HttpRequest, answer: Any) -> Json:
+    """The answer, given up if the client goes away."""
+    task = asyncio.ensure_future(answer)
+    gone = asyncio.ensure_future(_gone(http))
+    await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    gone.cancel()
+    if not task.done():
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        raise ClientDisconnect
+    result: Json = task.result()
+    return result
+
+
+async def _gone(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(rest):  # type: ignore[type-var]
+        yield first
+        async for event in rest:
+            yield event
+
+
+def _event(message: Json) -> bytes:
+    return b"data: " + json.dumps(message, ensure_ascii=False).encode() + b"\n\n"
+
+
+def _response(error: RefusedError) -> JSONResponse:
+    return JSONResponse(error.as_json(), error.status, error.headers)
+
+
+async def _refused(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    return _response(error)
+
+
+async def _http_error(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    known = "GET /, /v1/models, /health, /metrics; POST /v1/completions, /tokenize, /detokenize"
+    return _response(
+        RefusedError(error.status_code, f"{http.method} {http.url.path[:100]} is not here; there is {known}")
+    )

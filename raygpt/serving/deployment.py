@@ -1,0 +1,129 @@
+"""Models on Ray Serve, a deployment each, and the HTTP server in front of them.
+
+The server runs in the command's process: it is the one place that a client talks to, and it refuses bad requests before
+they reach a replica. Serve starts replicas, spreads requests over them, and starts another where one has died.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raygpt.cluster import connected
+from raygpt.errors import RaygptError
+from raygpt.host import cores
+from raygpt.serving.app import Backend, Limits, connect, make_app
+from raygpt.serving.model import Options, RunModel
+from raygpt.serving.texts import Piece, Request
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """How a model runs on the cluster."""
+
+    count: int = 1
+    gpus: float | None = None  # of each; None: one if the cluster has any
+    cpus: int = 1  # reserved for each; the threads of a CPU are shared
+
+
+class ServeModel:
+    """A model's replicas, as the HTTP server calls them."""
+
+    def __init__(self, handle: Any):
+        self._handle = handle
+
+    async def describe(self) -> dict[str, Any]:
+        return await self._handle.describe.remote()  # type: ignore[no-any-return]
+
+    async def status(self) -> dict[str, Any]:
+        return await self._handle.status.remote()  # type: ignore[no-any-return]
+
+    async def losses(self) -> dict[str, Any]:
+        return await self._handle.losses.remote()  # type: ignore[no-any-return]
+
+    async def stream(self, request: Request) -> AsyncIterator[list[Piece]]:
+        answer = self._handle.options(stream=True).stream.remote(request)
+        try:
+            async for pieces in answer:
+                yield pieces
+        finally:
+            answer.cancel()  # frees the slot of a client that went away; does nothing at the end
+
+
+@contextlib.contextmanager
+def deployed(models: Mapping[str, Options], replicas: Replicas) -> Iterator[dict[str, Backend]]:
+    """Inside the block each model has its replicas on the cluster of RAY_ADDRESS, or on a local one."""
+    serve = _ray_serve()
+    os.environ.setdefault(
+        "RAY_worker_niceness", "0"
+    )  # someone waits for each token; Ray's 15 is for work that can wait
+    names = {model: f"raygpt-{os.getpid()}-{model}" for model in models}
+    with connected(cpus=max(cores(), len(models) * replicas.count * replicas.cpus + 1)):
+        serve.start(proxy_location="Disabled")  # the HTTP server is ours
+        try:
+            yield {model: _deploy(serve, names[model], options, replicas) for model, options in models.items()}
+        finally:
+            for name in names.values():
+                serve.delete(name)  # and nothing else that Serve may run on this cluster
+
+
+def _deploy(serve: Any, name: str, options: Options, replicas: Replicas) -> Backend:
+    import ray
+
+    gpus = replicas.gpus if replicas.gpus is not None else _one_if_any(ray)
+    threads = {} if gpus else {"OMP_NUM_THREADS": str(cores())}  # Ray would set as many as CPUs are reserved
+    deployment = serve.deployment(RunModel).options(
+        num_replicas=replicas.count,
+        max_ongoing_requests=options.slots + options.waiting + 16,  # more are refused by the model
+        ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": gpus, "runtime_env": {"env_vars": threads}},
+        logging_config={"log_level": "ERROR"},
+    )
+    try:
+        return ServeModel(serve.run(deployment.bind(options), name=name, route_prefix=None))
+    except RuntimeError as error:  # Serve's, whose message has the replica's traceback
+        cause = [line.strip() for line in str(error).splitlines() if line.strip()][-1]
+        raise RaygptError(f"{options.folder} cannot be served: {cause[:300]}") from error
+
+
+def _one_if_any(ray: Any) -> float:
+    return 1.0 if ray.cluster_resources().get("GPU", 0) else 0.0
+
+
+def _ray_serve() -> Any:
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise RaygptError(
+            f"raygpt serve needs Ray Serve ({error.name} is missing); pip install 'raygpt[serve]'"
+        ) from error
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    return serve
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at an address; one that is taken is refused before a model is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise RaygptError(f"{host}:{port} cannot be listened on ({error.strerror}); choose another --port") from error
+    return made
+
+
+def run(backends: Mapping[str, Backend], listening: Sequence[socket.socket], key: str | None, limits: Limits) -> None:
+    """Serve until Ctrl-C."""
+    import uvicorn
+
+    async def main() -> None:
+        models = [await connect(name, backend) for name, backend in backends.items()]
+        config = uvicorn.Config(make_app(models, key, limits), log_level="warning", lifespan="off", server_header=False)
+        await uvicorn.Server(config).serve(sockets=list(listening))
+
+    asyncio.run(main())

@@ -1,0 +1,226 @@
+"""Continuous batching: what a text says does not depend on what else is in the batch."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_model import CONTEXT, MODERN, VOCAB, answers, batch_of, ids, reader_of, served, text
+
+from raygpt.corpus.tokenizers import Bytes
+from raygpt.engines import make_slots
+from raygpt.inference.sampling import sample
+from raygpt.serving.batching import Batch, BusyError
+from raygpt.serving.texts import Request
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_thread")
+
+
+@pytest.fixture(scope="module", params=["jax", "torch"])
+def engine(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def reader(engine):
+    return reader_of(engine)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(reader):
+    return served(reader)
+
+
+@pytest.fixture(scope="module")
+def slots(engine, reader):
+    """Shared by all tests: their programs are compiled once, and no text may depend on what was in a slot before."""
+    return make_slots(engine, reader, 4)
+
+
+@pytest.fixture
+def batch(slots, checkpoint):
+    return Batch(slots, CONTEXT, Bytes(), checkpoint)
+
+
+def prompt(length, seed=0):
+    return tuple(np.random.default_rng(seed).integers(0, 255, length).tolist())
+
+
+def various(count, seed=0):
+    """Requests of all kinds: prompts of one and of several parts, greedy and not, with and without limits."""
+    random = np.random.default_rng(seed)
+    made = []
+    for n in range(count):
+        length = int(random.integers(1, CONTEXT - 1))
+        made.append(
+            Request(
+                prompt(length, n),
+                int(random.integers(1, min(20, CONTEXT - length) + 1)),
+                temperature=float(random.choice([0, 0.7, 1.3])),
+                top_k=int(random.choice([0, 5, 50])),
+                top_p=float(random.choice([1, 0.8])),
+                seed=int(random.integers(0, 2**40)),
+                bias={65: 3.0} if n % 5 == 0 else {},
+                alternatives=int(random.choice([0, 5])),
+                score_prompt=n % 7 == 0,
+            )
+        )
+    return made
+
+
+def test_a_text_is_the_same_alone_as_in_a_full_batch(batch):
+    requests = various(18)
+    together = answers(batch, requests)
+    assert len({tuple(ids(pieces)) for pieces in together}) == len(requests), "texts worth comparing"
+    for request, pieces in zip(requests, together, strict=True):
+        alone = answers(batch, [request])[0]
+        assert ids(alone) == ids(pieces)
+        assert [token.logprob for piece in alone for token in piece.tokens] == [
+            token.logprob for piece in pieces for token in piece.tokens
+        ]
+
+
+@pytest.mark.extended
+def test_a_modern_models_texts_are_the_same_too(engine):
+    reader = reader_of(engine, MODERN)
+    batch = batch_of(engine, reader, served(reader, model=MODERN))
+    requests = various(8, seed=1)
+    together = [ids(pieces) for pieces in answers(batch, requests)]
+    assert [ids(answers(batch, [request])[0]) for request in requests] == together
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 64, 70, CONTEXT - 1])
+def test_greedy_texts_are_those_of_the_reader(reader, checkpoint, batch, length):
+    given = prompt(length, 3)
+    more = min(12, CONTEXT - length)
+    expected = sample(reader, checkpoint.state, np.array([given], np.int32), more, temperature=0)[0]
+    ended = np.flatnonzero(expected == VOCAB - 1)
+    expected = expected[: ended[0]] if len(ended) else expected
+    assert ids(answers(batch, [Request(given, more, temperature=0)])[0]) == expected.tolist()
+
+
+def test_each_token_has_the_models_log_probability_and_the_likeliest_alternatives(reader, checkpoint, batch):
+    given = prompt(40, 5)
+    pieces = answers(batch, [Request(given, 8, alternatives=4, score_prompt=True, seed=2)])[0]
+    told = [token for piece in pieces for token in (*piece.prompt, *piece.tokens)]
+    whole = [*given, *ids(pieces)]
+    assert [token.id for token in told] == whole
+    expected, likeliest = reader.token_logprobs(checkpoint.state, np.array([whole], np.int32))
+    assert told[0].logprob is None
+    np.testing.assert_allclose([token.logprob for token in told[1:]], expected[0], atol=1e-4)
+    assert [token.id == token.top[0][0] for token in told[1:]] == likeliest[0].tolist()
+    for token in told[1:]:
+        values = [value for _, value in token.top]
+        assert values == sorted(values, reverse=True)
+        assert len(values) == 4
+        assert token.id != token.top[0][0] or token.logprob == token.top[0][1]
+
+
+def test_a_prompt_as_long_as_the_context_is_scored(reader, checkpoint, batch):
+    given = prompt(CONTEXT, 6)
+    pieces = answers(batch, [Request(given, 0, score_prompt=True)])[0]
+    expected, _ = reader.token_logprobs(checkpoint.state, np.array([given], np.int32))
+    np.testing.assert_allclose([token.logprob for token in pieces[0].prompt[1:]], expected[0], atol=1e-4)
+    assert (pieces[-1].finish, pieces[-1].drawn) == ("length", 0)
+
+
+def test_a_bias_bans_and_forces_tokens_of_its_own_text_only(batch):
+    free = Request(prompt(5), 10, seed=4)
+    forced, as_before = answers(batch, [replace(free, bias={66: 100.0}), free])
+    assert set(ids(forced)) == {66}
+    assert ids(as_before) == ids(answers(batch, [free])[0]) != ids(forced)
+    often = max(set(ids(as_before)), key=ids(as_before).count)
+    assert often not in ids(answers(batch, [replace(free, bias={often: -100.0})])[0])
+
+
+def test_what_is_cancelled_leaves_its_slot_to_those_that_wait(batch):
+    first = [batch.submit(Request(prompt(3, n), 40, seed=n), lambda piece: None) for n in range(4)]
+    got = []
+    batch.submit(Request(prompt(4, 9), 3, seed=9, bias={256: -100.0}), got.append)
+    for _ in range(12):
+        batch.turn()
+    assert (batch.load.running, batch.load.waiting, got) == (4, 1, [])
+    for text_ in first:
+        batch.cancel(text_)
+    while batch.turn():
+        pass
+    assert got[-1].finish == "length"
+    assert (batch.load.running, batch.load.waiting) == (0, 0)
+
+
+def test_as_many_may_wait_as_are_allowed(slots, checkpoint):
+    batch = Batch(slots, CONTEXT, Bytes(), checkpoint, most_waiting=3)
+    for n in range(7):
+        batch.submit(Request(prompt(2, n), 2), lambda piece: None)
+    with pytest.raises(BusyError):
+        batch.submit(Request(prompt(2), 2), lambda piece: None)
+    while batch.turn():
+        pass
+    batch.submit(Request(prompt(2), 2), lambda piece: None)
+
+
+def test_a_text_comes_from_one_checkpoint_though_another_is_loaded_meanwhile(reader, batch):
+    later = served(reader, seed=1, step=9)
+    request = Request(prompt(6), 20, seed=3)
+    of_old, of_new = ids(answers(batch, [request])[0]), []
+    old, new = [], []
+    batch.submit(request, old.append)
+    for _ in range(6):
+        batch.turn()
+    batch.served = later
+    batch.submit(request, new.append)
+    while batch.turn():
+        pass
+    assert ids(old) == of_old
+    assert {piece.step for piece in old} == {7}
+    assert {piece.step for piece in new} == {9}
+    of_new = ids(answers(batch, [request])[0])
+    assert ids(new) == of_new != of_old
+
+
+def test_texts_end_at_a_stop_string_and_tell_only_the_tokens_before_it(batch):
+    free = Request(prompt(7), 30, seed=8, bias=dict.fromkeys(range(128, 257), -100.0))  # ASCII only
+    whole = text(answers(batch, [free])[0])
+    stop = whole[10:12]
+    pieces = answers(batch, [replace(free, stop=(stop,))])[0]
+    assert text(pieces) == whole[: whole.find(stop)]
+    assert pieces[-1].finish == "stop"
+    assert bytes(ids(pieces)).decode() == text(pieces)
+
+
+def test_the_end_of_a_document_ends_a_text(batch):
+    pieces = answers(batch, [Request(prompt(4), 9, bias={256: 100.0})])[0]
+    assert (text(pieces), ids(pieces), pieces[-1].finish, pieces[-1].drawn) == ("", [], "stop", 1)
+
+
+def test_an_error_of_the_device_ends_its_texts_and_the_next_are_served(batch, monkeypatch):
+    import threading
+
+    got, done = [], threading.Event()
+    batch.submit(Request(prompt(3), 3), lambda piece: (got.append(piece), piece.finish and done.set()))
+    with monkeypatch.context() as broken:
+        broken.setattr(batch._slots, "begin", lambda *arguments: (_ for _ in ()).throw(MemoryError("no room")))
+        thread = threading.Thread(target=batch.run)
+        thread.start()
+        assert done.wait(60)
+    assert got[-1].finish == "error: no room"
+    done.clear()
+    batch.submit(
+        Request(prompt(3), 3, bias={256: -100.0}), lambda piece: (got.append(piece), piece.finish and done.set())
+    )
+    assert done.wait(60)
+    assert got[-1].finish == "length"
+    batch.close()
+    thread.join(60)
+
+
+def test_a_long_prompt_does_not_hold_up_another_text(batch):
+    early = []
+    batch.submit(Request(prompt(3), 6, seed=1, bias={256: -100.0}), early.append)
+    for _ in range(2):
+        batch.turn()
+    batch.submit(Request(prompt(CONTEXT - 2, 2), 1), lambda piece: None)  # three parts
+    drawn = []
+    for _ in range(3):
+        batch.turn()
+        drawn.append(batch._texts[0].dispatched)
+    assert drawn == [drawn[0], drawn[0] + 1, drawn[0] + 2], "a token each turn"
