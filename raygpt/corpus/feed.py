@@ -7,7 +7,7 @@ several workers that need the same row.
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,10 @@ class Feed:
     ):
         self.context, self.batch_rows, self.kind, self.seed = context, batch_rows, order, seed
         self.streams, self._weights = tuple(streams), tuple(weights)
+        self._known: Order | None = None  # over the tokens that the streams had at the last read
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": None}  # another process computes it itself
 
     def rows(self, batch: int, rows: Sequence[int] | None = None) -> NDArray[np.int32]:
         """These rows of a batch, or all: int32 [rows, context + 1]. Inputs are [:, :-1], targets [:, 1:]."""
@@ -59,13 +63,17 @@ class Feed:
         grows = self.kind == "sequential" and len(self.streams) == 1
         needed = (last + 1) * self.context + 1 if grows else sys.maxsize
         tokens = tuple(stream.wait(needed) for stream in self.streams)
+        if self._known and self._known.tokens == tokens:
+            return self._known
         for stream, count in zip(self.streams, tokens, strict=True):
-            if not window_count(count, self.context):
+            if not stream.window_count(self.context):
                 raise RaygptError(
                     f"{stream.folder} has {count} tokens, fewer than a window of {self.context + 1}; "
                     "set model.context lower, or use more text"
                 )
-        return Order(self.kind, self.seed, self.context, tokens, self._weights)
+        buckets = tuple(stream.buckets for stream in self.streams)
+        self._known = Order(self.kind, self.seed, self.context, tokens, self._weights, self.batch_rows, buckets)
+        return self._known
 
 
 def rows_of_worker(batch_rows: int, rank: int, workers: int) -> range:

@@ -9,11 +9,11 @@ import numpy as np
 
 from raygpt import storage
 from raygpt.corpus import tokenizers
+from raygpt.corpus.extents import Extent
 from raygpt.corpus.store import (
     FAILED,
     INDEX,
     PLAN,
-    Extent,
     Index,
     TokenStore,
     TokenStream,
@@ -54,7 +54,8 @@ class GrowingStream(TokenStream):
             train=(),
             val=(),
         )
-        super().__init__(folder, [], index)
+        self._grown: list[Extent] = []
+        super().__init__(folder, self._grown, index)
         first, units = (0, plan["units"]) if stream == "train" else (plan["units"], plan["val_units"])
         self._next = (first, 0)  # unit and part of the next shard
         self._end = first + units
@@ -91,7 +92,7 @@ class GrowingStream(TokenStream):
             self._end_with(Index.read(self.folder))
             return True
         header = read_header(uri)
-        self._extents.append(Extent(name, 0, header.tokens))
+        self._grown.append(Extent(name, 0, header.tokens))
         self._ends = np.append(self._ends, len(self) + header.tokens)
         self._next = (unit + 1, 0) if header.last else (unit, part + 1)
         return True

@@ -9,7 +9,6 @@ from raygpt.corpus import nanogpt, prepare, tokenizers
 from raygpt.corpus.documents import check_beginnings
 from raygpt.corpus.feed import Feed
 from raygpt.corpus.growing import GrowingStore
-from raygpt.corpus.order import window_count
 from raygpt.corpus.prepare import Background, Job, Watch
 from raygpt.corpus.sources import Source, is_path, resolve
 from raygpt.corpus.store import INDEX, PLAN, TokenStore, is_complete, open_store
@@ -39,7 +38,7 @@ class Mixture:
 
     def windows(self, context: int) -> int:
         """Number of windows of all stores: an epoch."""
-        return sum(window_count(len(store.train), context) for store in self.stores)
+        return sum(store.train.window_count(context) for store in self.stores)
 
     def feed(self, *, context: int, batch_rows: int, order: str, seed: int) -> Feed:
         """The reader of the rows of batch N."""

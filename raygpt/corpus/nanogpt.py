@@ -4,7 +4,8 @@ import hashlib
 
 from raygpt import storage
 from raygpt.corpus import tokenizers
-from raygpt.corpus.store import Extent, Index, TokenStore
+from raygpt.corpus.extents import Extent
+from raygpt.corpus.store import Index, TokenStore
 from raygpt.errors import RaygptError
 
 FILES = {"train": "train.bin", "val": "val.bin"}

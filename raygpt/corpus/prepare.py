@@ -21,6 +21,7 @@ from raygpt import storage
 from raygpt.cluster import connected
 from raygpt.corpus import pipeline, tokenizers
 from raygpt.corpus.documents import DocumentReader, check_beginnings, row_count
+from raygpt.corpus.extents import Extent
 from raygpt.corpus.pipeline import Holdout, Part, Unit, part_bytes
 from raygpt.corpus.sources import File, Source, resolve
 from raygpt.corpus.store import (
@@ -28,7 +29,6 @@ from raygpt.corpus.store import (
     INDEX,
     PLAN,
     VERSION,
-    Extent,
     Header,
     Index,
     TokenStore,

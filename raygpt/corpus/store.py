@@ -25,11 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raygpt import storage
-from raygpt.corpus import tokenizers
+from raygpt.corpus import blocks, tokenizers
+from raygpt.corpus.extents import Buckets, Extent, token_counts
+from raygpt.corpus.order import window_count, window_counts
 from raygpt.errors import RaygptError
 
 MAGIC = b"raygptok"
 VERSION = 1
+SCATTERED = 2  # version of a scattered store and its shards, which have checksums
 # magic, version, bytes per id, count, tokenizer fingerprint, documents, bytes of text, last part of its unit
 HEADER = struct.Struct("<8sHHQ16sQQH")
 HEADER_BYTES = 64
@@ -50,10 +53,21 @@ class Header:
     documents: int = 0
     text_bytes: int = 0
     last: bool = True  # the last part of its unit
+    version: int = VERSION
+
+    @property
+    def size(self) -> int:
+        """Bytes of the ids."""
+        return self.tokens * self.dtype.itemsize
+
+    @property
+    def offset(self) -> int:
+        """Where the ids begin."""
+        return HEADER_BYTES if self.version == VERSION else blocks.head_bytes(self.size, HEADER_BYTES)
 
     def pack(self) -> bytes:
         fields = (self.dtype.itemsize, self.tokens, self.tokenizer.encode(), self.documents, self.text_bytes, self.last)
-        return HEADER.pack(MAGIC, VERSION, *fields).ljust(HEADER_BYTES, b"\0")
+        return HEADER.pack(MAGIC, self.version, *fields).ljust(HEADER_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, raw: bytes, name: str) -> "Header":
@@ -63,14 +77,15 @@ class Header:
         _check_version(version, name)
         if width not in (2, 4):
             raise RaygptError(f"{name} has a damaged header; delete it and prepare the source again")
-        return cls(
-            np.dtype(f"<u{width}"), tokens, tokenizer.decode(errors="replace"), documents, text_bytes, bool(last)
-        )
+        fingerprint = tokenizer.decode(errors="replace")
+        return cls(np.dtype(f"<u{width}"), tokens, fingerprint, documents, text_bytes, bool(last), version)
 
 
 def _check_version(version: int, name: str) -> None:
-    if version != VERSION:
-        raise RaygptError(f"{name} has format version {version}, this raygpt reads {VERSION}; prepare the source again")
+    if version not in (VERSION, SCATTERED):
+        raise RaygptError(
+            f"{name} has format version {version}, this raygpt reads up to {SCATTERED}; prepare the source again"
+        )
 
 
 def dtype_for(vocab: int) -> np.dtype[Any]:
@@ -92,19 +107,18 @@ def write_shard(uri: str, ids: Iterable[Ids], header: Header) -> None:
             file.write(part.astype(header.dtype, copy=False).data)
 
 
+def write_bucket(uri: str, ids: Ids, header: Header) -> None:
+    """Write a shard of a scattered store, with checksums, atomically."""
+    content, head = ids.astype(header.dtype, copy=False).data.cast("B"), header.pack()
+    with storage.atomic_write(uri) as path, path.open("wb") as file:
+        file.write(head + blocks.pack_table(head, content))
+        file.write(content)
+
+
 def read_header(uri: str) -> Header:
     """The header of a shard."""
     with storage.open_read(uri) as stream:
         return Header.unpack(stream.read(HEADER_BYTES), uri)
-
-
-@dataclass(frozen=True)
-class Extent:
-    """A run of tokens in a shard that belongs to a stream."""
-
-    shard: str
-    start: int
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -119,13 +133,13 @@ class Index:
     dtype: str
     documents: int
     text_bytes: int
-    train: tuple[Extent, ...]
-    val: tuple[Extent, ...]
+    train: Sequence[Extent]
+    val: Sequence[Extent]
     notes: tuple[str, ...] = ()  # for the user, e.g. how validation was held out
     version: int = VERSION
 
     def tokens(self, stream: str) -> int:
-        return sum(extent.tokens for extent in getattr(self, stream))
+        return int(token_counts(getattr(self, stream)).sum())
 
     def summary(self) -> dict[str, Any]:
         """The index without its lists of shards."""
@@ -139,12 +153,21 @@ class Index:
             "text_bytes": self.text_bytes,
             "train_tokens": self.tokens("train"),
             "val_tokens": self.tokens("val"),
-            "shards": len({extent.shard for extent in (*self.train, *self.val)}),
+            "shards": self._shards,
             "notes": list(self.notes),
         }
 
+    @property
+    def _shards(self) -> int:
+        if isinstance(self.train, Buckets):
+            return len(self.train) + len(self.val)
+        return len({extent.shard for extent in (*self.train, *self.val)})
+
     def write(self, folder: str) -> None:
-        storage.write_json(storage.join(folder, INDEX), asdict(self))
+        fields = asdict(self)
+        if isinstance(self.train, Buckets):
+            fields["train"] = self.train.to_json()
+        storage.write_json(storage.join(folder, INDEX), fields)
 
     @classmethod
     def read(cls, folder: str) -> "Index":
@@ -152,10 +175,14 @@ class Index:
         fields = storage.read_json(uri, remedy)
         try:
             _check_version(fields["version"], uri)
-            streams = {s: tuple(Extent(**extent) for extent in fields[s]) for s in ("train", "val")}
+            streams = {s: _extents(fields[s]) for s in ("train", "val")}
             return cls(**{**fields, **streams, "notes": tuple(fields["notes"])})
         except (KeyError, TypeError) as error:
             raise RaygptError(f"{uri} is damaged ({error}); {remedy}") from error
+
+
+def _extents(listed: Any) -> Sequence[Extent]:
+    return Buckets.from_json(listed) if isinstance(listed, dict) else tuple(Extent(**extent) for extent in listed)
 
 
 class TokenStream:
@@ -163,8 +190,8 @@ class TokenStream:
 
     def __init__(self, folder: str, extents: Sequence[Extent], index: Index):
         self.folder, self.index = folder, index
-        self._extents = list(extents)
-        self._ends = np.cumsum([extent.tokens for extent in extents], dtype=np.int64)
+        self._extents = extents
+        self._ends = np.cumsum(token_counts(extents))
         self._maps: dict[str, Ids] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -172,6 +199,18 @@ class TokenStream:
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
+
+    @property
+    def buckets(self) -> Buckets | None:
+        """The shards, if `shuffled` reads them group by group; a single group is permuted whole."""
+        extents = self._extents
+        return extents if isinstance(extents, Buckets) and len(extents) > extents.group else None
+
+    def window_count(self, context: int) -> int:
+        """Windows of context+1 tokens, `context` apart: an epoch."""
+        if self.buckets:
+            return int(window_counts(self.buckets, context).sum())
+        return window_count(len(self), context)
 
     def wait(self, tokens: int) -> int:
         """The number of readable tokens; a growing store waits until it has `tokens`, or is complete."""
@@ -256,7 +295,9 @@ def _check_sizes(store: TokenStore, names: dict[str, int]) -> None:
     for extent in (*index.train, *index.val):
         ends[extent.shard] = max(ends.get(extent.shard, 0), extent.start + extent.tokens)
     for shard, tokens in ends.items():
-        expected = HEADER_BYTES + tokens * np.dtype(index.dtype).itemsize
+        version = SCATTERED if isinstance(index.train, Buckets) and shard.startswith("train") else VERSION
+        header = Header(np.dtype(index.dtype), tokens, index.tokenizer, version=version)
+        expected = header.offset + header.size
         if shard not in names:
             raise RaygptError(
                 f"{store.folder}: the shard {shard} is missing; copy it again, or prepare the source again"
@@ -280,9 +321,9 @@ def map_shard(uri: str, index: Index) -> Ids:
             f"{path} was made with another tokenizer ({header.tokenizer}) than its store ({index.tokenizer}); "
             "delete the folder and prepare the source again"
         )
-    if path.stat().st_size != HEADER_BYTES + header.tokens * header.dtype.itemsize:
+    if path.stat().st_size != header.offset + header.size:
         raise RaygptError(f"{path} is truncated; copy it again, or delete the folder and prepare the source again")
-    return _mapped(path, header.dtype, HEADER_BYTES)
+    return _mapped(path, header.dtype, header.offset)
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], offset: int) -> Ids:
