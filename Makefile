@@ -20,8 +20,9 @@ test-all: CASES := not slow
 test-all: test
 
 WITHOUT_RAY := $(addprefix tests/,engines evaluation inference models planning show $(addsuffix .py,test_bench test_extending \
-	chaos/test_boundaries chaos/test_trust corpus/test_hugging_face corpus/test_lanes corpus/test_order corpus/test_tokenizers \
-	interop/test_tokenizer_json training/test_loop training/test_tracking training/test_watchdog))
+	chaos/test_boundaries chaos/test_trust corpus/test_fetching corpus/test_hugging_face corpus/test_lanes \
+	corpus/test_order corpus/test_tokenizers interop/test_tokenizer_json training/test_loop training/test_tracking \
+	training/test_watchdog))
 test-without-ray:
 	$(BIN)/python -m pytest -m '$(CASES)' $(WITHOUT_RAY)
 

@@ -10,17 +10,9 @@ import numpy as np
 from raygpt import storage
 from raygpt.corpus import tokenizers
 from raygpt.corpus.extents import Extent
-from raygpt.corpus.store import (
-    FAILED,
-    INDEX,
-    PLAN,
-    Index,
-    TokenStore,
-    TokenStream,
-    dtype_for,
-    read_header,
-    shard_name,
-)
+from raygpt.corpus.index import INDEX, Index
+from raygpt.corpus.shards import dtype_for, read_header, shard_name
+from raygpt.corpus.store import FAILED, PLAN, TokenStore, TokenStream
 from raygpt.errors import RaygptError
 
 POLL_S = 0.2

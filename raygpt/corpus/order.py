@@ -56,6 +56,10 @@ class Order:
             starts[mine] = self._starts_in(stream, ranks[mine])
         return streams, starts
 
+    def is_grouped(self, stream: int) -> bool:
+        """Whether a stream is read group by group."""
+        return stream in self._grouped
+
     def upcoming(self, batch: int, rows: Sequence[int] | Integers, stream: int) -> Iterator[Group]:
         """What these rows read from a batch on of a stream that is read group by group; first and end are batches."""
         order, lanes = self._grouped[stream], self._lanes

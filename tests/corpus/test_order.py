@@ -74,6 +74,7 @@ class InMemory:
 
     folder = "memory"
     buckets = None
+    cached = None
 
     def __init__(self, tokens: int):
         self.tokens = np.arange(tokens, dtype=np.int32)

@@ -21,17 +21,9 @@ from raygpt import storage
 from raygpt.corpus import blocks, tokenizers
 from raygpt.corpus.extents import Buckets, Extent, bucket_name
 from raygpt.corpus.feed import Feed
-from raygpt.corpus.store import (
-    SCATTERED,
-    Header,
-    Index,
-    TokenStore,
-    dtype_for,
-    open_store,
-    read_header,
-    write_bucket,
-    write_shard,
-)
+from raygpt.corpus.index import Index
+from raygpt.corpus.shards import SCATTERED, Header, dtype_for, read_header, write_bucket, write_shard
+from raygpt.corpus.store import TokenStore, open_store
 from raygpt.errors import DamagedError, RaygptError
 
 BYTES = tokenizers.fingerprint(tokenizers.Bytes())
