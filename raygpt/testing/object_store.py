@@ -7,6 +7,7 @@ index and shards are what `raygpt prepare` would write.
 """
 
 import argparse
+import contextlib
 import json
 import threading
 import time
@@ -29,6 +30,7 @@ NO_FILES = (
     b'<?xml version="1.0"?><ListBucketResult><KeyCount>0</KeyCount><IsTruncated>false</IsTruncated></ListBucketResult>'
 )
 PER_BLOCK = BLOCK // 2  # tokens
+CHUNK = 64 * 2**10  # bytes that are sent at once
 
 Fault = Callable[[int, str], str | None]  # (number of the request, file) to: fail, hang, short, wrong; None is no fault
 
@@ -137,13 +139,17 @@ class ObjectStore:
             return self.counts["requests"] - 1
 
     def wait(self, size: int) -> None:
-        """The latency, and the time that a link of this speed takes, which all requests share."""
-        time.sleep(self.latency)
+        """The time that so many bytes take on the link, which all requests share."""
         if self.bytes_per_s:
             with self._lock:
                 self._free_at = max(self._free_at, time.monotonic()) + size / self.bytes_per_s
                 until = self._free_at
             time.sleep(max(0.0, until - time.monotonic()))
+
+    def pause(self, seconds: float) -> None:
+        """The link stands still."""
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + seconds
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -168,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
         fault = None
         if _shard(name) is not None:
             fault = server.fault(server.count(name, end - start), name)
-            server.wait(end - start)
+            time.sleep(server.latency)
         return self._deliver(server.read(name, start, end), start, size, fault)
 
     def _deliver(self, content: bytes, start: int, size: int, fault: str | None) -> None:
@@ -204,7 +210,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, content: bytes, more: dict[str, str] | None = None) -> None:
         self._answer(status, len(content), more)
-        self.wfile.write(content)
+        with contextlib.suppress(ConnectionError):  # the client has given up
+            for start in range(0, len(content), CHUNK):
+                self.object_store.wait(len(content[start : start + CHUNK]))
+                self.wfile.write(content[start : start + CHUNK])
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: a line for each request would be all that a test prints."""
@@ -229,9 +238,7 @@ def main() -> None:
     while True:
         time.sleep(words.hiccup_every or 3600)
         if words.hiccup_every:
-            server.latency += 5.0
-            time.sleep(5.0)
-            server.latency -= 5.0
+            server.pause(5.0)
 
 
 if __name__ == "__main__":
