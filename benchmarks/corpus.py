@@ -7,6 +7,7 @@ nodes  one node, one of 3 and one of 8, until the cache has been turned over fiv
        size, a restart. Of eight batches one is read and compared with the arithmetic, and the others are passed over.
 speed  tokens a second with 50 ms a request, all batches read
 link   a training loop of 0.6 M tokens/s on a link of 5 MB/s that stands still for 5 s every 30 s
+prepare  the speed of prepare with scattering and without, of --text TEXT
 """
 
 import argparse
@@ -30,6 +31,7 @@ from raygpt.corpus.cache import Block, Need
 from raygpt.corpus.feed import Feed, rows_of_worker
 from raygpt.corpus.fetching import CachedShards
 from raygpt.corpus.lanes import Group
+from raygpt.corpus.prepare import prepare
 from raygpt.corpus.store import TokenStore, open_store
 from raygpt.testing.object_store import ArithmeticStore
 from raygpt.training.prefetch import prefetch
@@ -45,6 +47,8 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["open", "nodes", "speed", "link"])
     parser.add_argument("--cache-gb", type=float, default=4.0)
     parser.add_argument("--seconds", type=float, default=60.0, help="of speed; link takes three times that")
+    parser.add_argument("--text", help="for prepare: a text of 20 MB or more")
+    parser.add_argument("--rounds", type=int, default=3, help="of prepare")
     parser.add_argument("--name", help="write results/NAME.json")
     words = parser.parse_args()
     figures: dict[str, Any] = {}
@@ -78,7 +82,9 @@ def serving(*options: str) -> Iterator[str]:
 def opened(cache_gb: float) -> tuple[TokenStore, Feed]:
     store = open_store("s3://bucket/store")
     store.train.cache_bytes = int(cache_gb * 1e9)
-    return store, Feed([store.train], context=CONTEXT, batch_rows=ROWS, seed=1)
+    feed = Feed([store.train], context=CONTEXT, batch_rows=ROWS, seed=1)
+    feed.read_ahead(print)
+    return store, feed
 
 
 def opening(words: argparse.Namespace) -> dict[str, Any]:
@@ -109,7 +115,7 @@ def one_node(cache_gb: float, rows: range, endpoint: str, arithmetic: Arithmetic
     for group in feed._order(0).upcoming(0, rows, 0):
         for batch in range(reached, group.end):
             if batch % 8:
-                feed._read_ahead(batch, np.array(rows), feed._order(0))
+                feed._follow(batch, np.array(rows), feed._order(0), print)
             else:
                 check(feed.rows(batch, rows), feed, arithmetic, batch, rows)
         while missing(store, group):  # the loop is faster than training, and would evict what is on its way
@@ -201,6 +207,23 @@ def link(words: argparse.Namespace) -> dict[str, Any]:
         }
 
 
+def preparing(words: argparse.Namespace) -> dict[str, Any]:
+    """prepare with and without scattering, in turns, after a small one that starts Ray's processes."""
+    from raygpt.cluster import connected
+
+    assert words.text, "prepare needs --text"
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    with connected(), tempfile.TemporaryDirectory() as home:
+        prepare("stdlib", f"{home}/first", "bytes", limit=1000)
+        for number in range(words.rounds):
+            for scattered in (False, True):
+                started = time.perf_counter()
+                prepare(words.text, f"{home}/{number}-{scattered}", "gpt2", scatter=scattered)
+                seconds[scattered].append(time.perf_counter() - started)
+    plain, scattered_s = min(seconds[False]), min(seconds[True])
+    return {"prepare, s": plain, "with scattering, s": scattered_s, "speed with / without": plain / scattered_s}
+
+
 def check(found: NDArray[np.int32], feed: Feed, arithmetic: ArithmeticStore, batch: int, rows: range) -> None:
     """Compare some rows with what the store's arithmetic says."""
     _, starts = feed._order(0).starts(batch * ROWS + np.array(rows))
@@ -232,7 +255,7 @@ def read_counts(endpoint: str) -> dict[str, int]:
     return counts
 
 
-PARTS = {"open": opening, "nodes": nodes, "speed": speed, "link": link}
+PARTS = {"open": opening, "nodes": nodes, "speed": speed, "link": link, "prepare": preparing}
 
 if __name__ == "__main__":
     main()

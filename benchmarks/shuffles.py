@@ -30,12 +30,13 @@ from raygpt.engines import devices_of, engine_of
 from raygpt.recipes import load_recipe
 
 VAL_SHARE = 20  # every 20th document
-BUCKETS, GROUP_SHARE = 64, 16
+BUCKETS, GROUP_SHARE = 24, 16
+DOCUMENT = 1000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("texts", nargs="+", metavar="TEXT", help="plain text; documents end with <|endoftext|> lines")
+    parser.add_argument("texts", nargs="+", metavar="TEXT", help="plain text")
     parser.add_argument("--bytes", type=int, default=1_000_000, help="of each text")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--override", action="append", default=[], help="of the recipe tiny")
@@ -54,10 +55,9 @@ def main() -> None:
 
 
 def documents_of(path: Path, limit: int) -> list[str]:
-    """Documents of the beginning of a text; one without separators is cut every 4,000 characters."""
+    """The beginning of a text in pieces of 1,000 characters: a shard must hold many documents, as large ones do."""
     text = path.read_bytes()[:limit].decode(errors="ignore")
-    parts = text.split("<|endoftext|>\n") if "<|endoftext|>" in text else []
-    return [p for p in parts if p.strip()] or [text[n : n + 4000] for n in range(0, len(text), 4000)]
+    return [text[start : start + DOCUMENT] for start in range(0, len(text), DOCUMENT)]
 
 
 def ids_of(texts: list[str], tokenizer: tokenizers.Tokenizer) -> NDArray[np.uint32]:

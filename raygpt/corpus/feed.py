@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raygpt.corpus.fetching import Report, to_stderr
+from raygpt.corpus.fetching import Report
 from raygpt.corpus.order import Order, window_count
 from raygpt.corpus.store import TokenStream
 from raygpt.errors import RaygptError
@@ -38,24 +38,28 @@ class Feed:
     ):
         self.context, self.batch_rows, self.kind, self.seed = context, batch_rows, order, seed
         self.streams, self._weights = tuple(streams), tuple(weights)
-        self.report: Report = to_stderr  # where a wait for an object store is reported
+        self._report: Report | None = None
         self._known: Order | None = None  # over the tokens that the streams had at the last read
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None, "report": to_stderr}  # each process has its own
+        return {**self.__dict__, "_known": None, "_report": None}  # each process has its own
 
     def rows(self, batch: int, rows: Sequence[int] | None = None) -> NDArray[np.int32]:
         """These rows of a batch, or all: int32 [rows, context + 1]. Inputs are [:, :-1], targets [:, 1:]."""
         chosen = np.arange(self.batch_rows) if rows is None else np.asarray(rows, dtype=np.int64)
         positions = batch * self.batch_rows + chosen
-        self._read_ahead(batch, chosen, self._order(int(positions.max(initial=0))))
+        if self._report:
+            self._follow(batch, chosen, self._order(int(positions.max(initial=0))), self._report)
         return self.windows(positions)
 
-    def _read_ahead(self, batch: int, rows: NDArray[np.int64], order: Order) -> None:
-        """Let the node's cache fetch what these rows will need."""
+    def read_ahead(self, report: Report) -> None:
+        """From now on, fetch what the rows of later batches need from an object store; `report` is told of waits."""
+        self._report = report
+
+    def _follow(self, batch: int, rows: NDArray[np.int64], order: Order, report: Report) -> None:
         for number, stream in enumerate(self.streams):
             if stream.cached and stream.read_ahead and order.is_grouped(number):
-                stream.cached.report = self.report
+                stream.cached.report = report
                 upcoming = partial(order.upcoming, batch, rows, number)
                 stream.read_ahead.follow(batch, tuple(rows.tolist()), self.context, upcoming)
 

@@ -71,6 +71,7 @@ class CachedShards:
         self._requests = _Requests(folder, index, lambda text: self.report(text))
         self._pool = _Threads(CONNECTIONS)
         self._pending: dict[Block, Future[dict[Block, bytes]]] = {}
+        self.is_waiting = False  # a batch waits for blocks: the link is for these
         self._lock = threading.Lock()
         self._verified: set[Block] = set()
         self._heads: dict[int, Checksums] = {}
@@ -110,11 +111,17 @@ class CachedShards:
     def _ensure(self, wanted: Sequence[Block]) -> dict[Block, bytes]:
         """Have these blocks, verified, in the cache. What had to be fetched is returned: it may not have fitted in."""
         missing = [block for block in wanted if not self._is_verified(block)]
-        futures = [self.fetch(run, now()) for run in request_runs(missing)]
+        if not missing:
+            return {}
         wanted_now = set(wanted)
         fetched: dict[Block, bytes] = {}
-        for future in itertools.chain.from_iterable(futures):
-            fetched |= {block: raw for block, raw in future.result().items() if block in wanted_now}
+        self.is_waiting = True
+        try:
+            futures = [self.fetch(run, now()) for run in request_runs(missing)]
+            for future in itertools.chain.from_iterable(futures):
+                fetched |= {block: raw for block, raw in future.result().items() if block in wanted_now}
+        finally:
+            self.is_waiting = False
         return fetched
 
     def _is_verified(self, block: Block) -> bool:
@@ -354,6 +361,6 @@ class _Requests:
         raise StorageError(f"{self._folder} is no longer read")
 
     def _say(self, reason: str, waited: float) -> None:
-        if waited > SAY_AFTER_S and time.monotonic() > self._said + SAY_EVERY_S:
+        if waited > SAY_AFTER_S and not self.closed.is_set() and time.monotonic() > self._said + SAY_EVERY_S:
             self._said = time.monotonic()
             self._report(f"waiting for {self._folder} for {waited:.0f} s: {reason}")

@@ -92,12 +92,19 @@ class ReadAhead:
             if need.when > soon:
                 return
             for run in request_runs(self._shards.missing(need)):
-                while len(flying := [entry for entry in flying if not entry[0].done()]) >= AHEAD:
-                    time.sleep(0.005)
+                flying = self._wait_for_a_slot(flying)
                 size = len(run) * BLOCK + sum(size for _, size in flying)  # what is on its way needs room too
                 if changes != self._changes or not self._shards.cache.make_room(size, need.when):
                     return
                 flying += [(future, len(run) * BLOCK) for future in self._shards.fetch(run, need.when)]
+
+    def _wait_for_a_slot(self, flying: list[tuple[Future[Any], int]]) -> list[tuple[Future[Any], int]]:
+        """Wait while there are enough requests, or a batch waits for its own; returns those that are on their way."""
+        while True:
+            flying = [entry for entry in flying if not entry[0].done()]
+            if self._is_stopped or not (self._shards.is_waiting or len(flying) >= AHEAD):
+                return flying
+            time.sleep(0.005)
 
     def _end_of_next_group(self, plan: Sequence[Need]) -> float:
         """The next group is fetched in any case."""

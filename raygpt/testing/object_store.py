@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from raygpt.corpus import blocks, tokenizers
+from raygpt.corpus import tokenizers
 from raygpt.corpus.blocks import BLOCK
 from raygpt.corpus.extents import Buckets
 from raygpt.corpus.index import Index
 from raygpt.corpus.permutation import keyed
-from raygpt.corpus.shards import SCATTERED, Header
+from raygpt.corpus.shards import SCATTERED, Header, Ids
 
 NO_FILES = (
     b'<?xml version="1.0"?><ListBucketResult><KeyCount>0</KeyCount><IsTruncated>false</IsTruncated></ListBucketResult>'
@@ -44,7 +44,7 @@ class ArithmeticStore:
         self.tokenizer = tokenizers.Bytes()
         self._fingerprint = tokenizers.fingerprint(self.tokenizer)
         self._base = np.random.default_rng(seed + 1).integers(0, vocab, PER_BLOCK, dtype=np.int32)
-        self._heads: dict[int, bytes] = {}
+        self._shifted: dict[int, tuple[Ids, int]] = {}  # each block is one of `vocab`; with its checksum
 
     @property
     def index(self) -> Index:
@@ -60,22 +60,30 @@ class ArithmeticStore:
     def header(self, shard: int) -> Header:
         return Header(np.dtype("<u2"), int(self.counts[shard]), self._fingerprint, version=SCATTERED)
 
-    def ids(self, shard: int, first: int, end: int) -> Any:
+    def _block(self, shard: int, number: int) -> tuple[Ids, int]:
+        shift = int(keyed(shard, number)[0] % np.uint64(self.vocab))
+        if shift not in self._shifted:
+            ids = ((self._base + shift) % self.vocab).astype("<u2")
+            self._shifted[shift] = ids, zlib.crc32(ids.data.cast("B"))
+        return self._shifted[shift]
+
+    def ids(self, shard: int, first: int, end: int) -> Ids:
         """Tokens first…end-1 of a shard."""
         parts = []
         for block in range(first // PER_BLOCK, -(-end // PER_BLOCK)):
             begin, stop = max(first - block * PER_BLOCK, 0), min(end - block * PER_BLOCK, PER_BLOCK)
-            shift = int(keyed(shard, block)[0] % np.uint64(self.vocab))
-            parts.append(((self._base[begin:stop] + shift) % self.vocab).astype("<u2"))
+            parts.append(self._block(shard, block)[0][begin:stop])
         return np.concatenate(parts)
 
     def head(self, shard: int) -> bytes:
-        if shard not in self._heads:
-            header = self.header(shard)
-            packed = header.pack()
-            content = self.ids(shard, 0, header.tokens).data.cast("B")
-            self._heads[shard] = packed + blocks.pack_table(packed, content)
-        return self._heads[shard]
+        """Header and checksums, as `blocks.pack_table` makes them."""
+        header = self.header(shard)
+        whole, rest = divmod(header.tokens, PER_BLOCK)
+        sums = [self._block(shard, number)[1] for number in range(whole)]
+        if rest:
+            sums.append(zlib.crc32(self.ids(shard, whole * PER_BLOCK, header.tokens).data.cast("B")))
+        head = header.pack() + np.array(sums, dtype="<u4").tobytes()
+        return (head + zlib.crc32(head).to_bytes(4, "little")).ljust(header.offset, b"\0")
 
     def size(self, shard: int) -> int:
         return self.header(shard).offset + self.header(shard).size

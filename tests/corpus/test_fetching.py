@@ -42,7 +42,9 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ObjectSt
 def opened(limit: float = 1e9) -> tuple[TokenStore, Feed]:
     store = open_store("s3://bucket/store")
     store.train.cache_bytes = int(limit)
-    return store, Feed([store.train], context=CONTEXT, batch_rows=ROWS, seed=5)
+    feed = Feed([store.train], context=CONTEXT, batch_rows=ROWS, seed=5)
+    feed.read_ahead(fetching.to_stderr)
+    return store, feed
 
 
 def expected(feed: Feed, batch: int) -> list[list[int]]:
@@ -142,7 +144,7 @@ def test_a_store_that_is_away_is_waited_for_and_that_is_reported(
         said.append(text)
         away.clear()
 
-    feed.report = report
+    feed.read_ahead(report)
     assert feed.rows(0).tolist() == expected(feed, 0)
     assert said[0].startswith("waiting for s3://bucket/store for ")
     assert "\n" not in said[0]

@@ -1,6 +1,7 @@
 """Scattering: the documents sorted by a keyed hash, the same from any number of tasks; copies removed; continued."""
 
 import hashlib
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from raygpt import storage
 from raygpt.corpus import pipeline, prepare, scatter, tokenizers
 from raygpt.corpus.extents import Extent
+from raygpt.corpus.feed import Feed
 from raygpt.corpus.index import Index
 from raygpt.corpus.shards import Header, write_shard
 from raygpt.corpus.store import TokenStore, open_store
@@ -163,6 +165,18 @@ def test_a_killed_scatter_continues_with_what_is_missing(
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
 
+def test_memory_is_bounded_by_the_size_of_a_task(tmp_path: Path, in_a_loop: list[Any]) -> None:
+    rng = np.random.default_rng(0)
+    text = [[[*rng.integers(0, 256, 1000).tolist(), END]] * 50 for _ in range(60)]  # 6 MB
+    store = plain_store(tmp_path / "plain", text)
+    sizes = {"task_bytes": 600_000, "bucket_bytes": 300_000, "fan_out": 8}  # 21 buckets: two levels
+    tracemalloc.start()
+    scattered(store, tmp_path / "out", **sizes)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 6 * sizes["task_bytes"]  # read, joined, sorted, as bytes; less than the corpus
+
+
 # prepare
 
 
@@ -211,3 +225,18 @@ def test_a_folder_of_unscattered_tokens_is_refused_for_scattered_ones(ray_cluste
     with pytest.raises(RaygptError, match="holds tokens of another source, tokenizer or setting"):
         prepare.prepare(source, str(tmp_path / "out"), "bytes", scatter=True)
     assert storage.exists(str(tmp_path / "out" / "index.json"))
+
+
+def test_a_scattered_store_in_an_object_store_has_the_rows_of_one_on_a_disk(
+    ray_cluster: None, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source, _ = text_folder(tmp_path / "text")
+    near = prepare.prepare(source, str(tmp_path / "out"), "bytes", scatter=True, dedup="exact")
+    far = prepare.prepare(source, f"{s3}/scattered", "bytes", scatter=True, dedup="exact")
+    assert far.index == near.index
+    assert set(storage.files(f"{s3}/scattered")) == {path.name for path in (tmp_path / "out").iterdir()}
+    feeds = [Feed([store.train], context=16, batch_rows=8, seed=1) for store in (near, far)]
+    for batch in (0, 3, 1000):
+        assert feeds[0].rows(batch).tolist() == feeds[1].rows(batch).tolist()
+    far.train.close()
