@@ -25,10 +25,13 @@ from rich.table import Table
 
 from raygpt.cluster import connected
 from raygpt.corpus.documents import DocumentReader
+from raygpt.corpus.extents import Extent
 from raygpt.corpus.feed import Feed
+from raygpt.corpus.index import Index
 from raygpt.corpus.prepare import prepare
+from raygpt.corpus.shards import HEADER_BYTES, Header
 from raygpt.corpus.sources import resolve
-from raygpt.corpus.store import HEADER_BYTES, Extent, Header, Index, open_store
+from raygpt.corpus.store import open_store
 from raygpt.corpus.tokenizers import Gpt2
 
 CONTEXT = 1024

@@ -452,6 +452,13 @@ def prepare(
     limit: Annotated[
         int | None, typer.Option(metavar="N", help="Read only the first N rows: lines of text, rows of a table.")
     ] = None,
+    scatter: Annotated[
+        bool | None,
+        typer.Option("--scatter/--no-scatter", help="Spread documents over shards at random; by default from 1 GB up."),
+    ] = None,
+    dedup: Annotated[
+        str | None, typer.Option(metavar="exact", help="Remove copies of documents; also scatters.")
+    ] = None,
     nanogpt: Annotated[bool, typer.Option("--nanogpt", help="Also write nanoGPT's train.bin and val.bin.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -465,6 +472,7 @@ def prepare(
         raise RaygptError("--out: is empty; write a new folder for the token store, e.g. --out store")
     keys: dict[str, Any] = {"source": source, "tokenizer": tokenizer, "val": val}
     keys |= {"split": split, "split_seed": split_seed, "column": column, "limit": limit}
+    keys |= {"scatter": scatter, "dedup": dedup}
     data: Data = check_part("data", keys)
     with preparing() as watch:
         store = run(
@@ -476,6 +484,8 @@ def prepare(
             split_seed=data.split_seed,
             column=data.column,
             limit=data.limit,
+            scatter=data.scatter,
+            dedup=data.dedup,
             watch=watch,
         )
     if nanogpt:

@@ -81,7 +81,7 @@ def exists(uri: str) -> bool:
     from pyarrow import fs
 
     system, path = filesystem(uri)
-    with _reached(uri):
+    with reached(uri):
         return bool(system.get_file_info(path).type == fs.FileType.File)
 
 
@@ -92,7 +92,7 @@ def sizes(folder: str) -> dict[str, int]:
     from pyarrow import fs
 
     system, path = filesystem(folder)
-    with _reached(folder):
+    with reached(folder):
         found = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
     return {info.base_name: info.size for info in found if info.type == fs.FileType.File}
 
@@ -118,7 +118,7 @@ def files(folder: str) -> dict[str, int]:
     from pyarrow import fs
 
     system, path = filesystem(folder)
-    with _reached(folder):
+    with reached(folder):
         listed = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
     return {info.path.removeprefix(f"{path}/"): info.size for info in listed if info.type == fs.FileType.File}
 
@@ -139,7 +139,7 @@ def folders(folder: str) -> list[str]:
     from pyarrow import fs
 
     system, path = filesystem(folder)
-    with _reached(folder):
+    with reached(folder):
         listed = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
     return sorted(info.base_name for info in listed if info.type == fs.FileType.Directory)
 
@@ -149,7 +149,7 @@ def open_read(uri: str) -> BinaryIO:
     if not is_remote(uri):
         return Path(uri).open("rb")
     system, path = filesystem(uri)
-    with _reached(uri):
+    with reached(uri):
         return io.BufferedReader(system.open_input_file(path), 2**20)
 
 
@@ -163,7 +163,7 @@ def read_bytes(uri: str) -> bytes:
         return Path(uri).read_bytes()  # an open file keeps its old content when it is replaced
     system, path = filesystem(uri)
     for pause in (*REREAD_S, 0.0):
-        with _reached(uri), system.open_input_file(path) as stream:
+        with reached(uri), system.open_input_file(path) as stream:
             content, version = bytes(stream.readall()), stream.metadata()  # version: ETag and date, if any
             if not version or system.open_input_file(path).metadata() == version:
                 return content
@@ -232,7 +232,7 @@ def _upload(path: Path, uri: str) -> None:
     from pyarrow import fs
 
     system, target = filesystem(uri)
-    with _reached(uri):
+    with reached(uri):
         fs.copy_files(str(path), target, source_filesystem=fs.LocalFileSystem(), destination_filesystem=system)
 
 
@@ -243,7 +243,7 @@ def download(uri: str, path: Path) -> None:
     if not exists(uri):
         raise RaygptError(f"{uri} no longer exists; copy it there again, or prepare the source again")
     system, source = filesystem(uri)
-    with atomic_write(str(path)) as aside, _reached(uri):
+    with atomic_write(str(path)) as aside, reached(uri):
         fs.copy_files(source, str(aside), source_filesystem=system, destination_filesystem=fs.LocalFileSystem())
 
 
@@ -253,7 +253,7 @@ def delete(uri: str) -> None:
         Path(uri).unlink(missing_ok=True)
     elif exists(uri):
         system, path = filesystem(uri)
-        with _reached(uri):
+        with reached(uri):
             system.delete_file(path)
 
 
@@ -263,7 +263,7 @@ def delete_folder(uri: str) -> None:
         shutil.rmtree(uri, ignore_errors=True)
         return
     system, path = filesystem(uri)
-    with _reached(uri):
+    with reached(uri):
         for name in files(uri):
             system.delete_file(f"{path}/{name}")
 
@@ -310,7 +310,7 @@ def make_folder(folder: str) -> None:
 
 
 @contextlib.contextmanager
-def _reached(uri: str) -> Iterator[None]:
+def reached(uri: str) -> Iterator[None]:
     """Convert exceptions of an object store's client into one-line errors; those of the local disk have an errno."""
     try:
         yield

@@ -506,6 +506,16 @@ BAD_COMBINATIONS = [
         "data.limit: 5 is not for data.split huggingface, which draws from all rows; write data.split: documents",
     ),
     (
+        {"data.dedup": "exact", "data.scatter": False},
+        "data.scatter: false leaves copies far apart, but data.dedup: exact brings them together; leave data.scatter "
+        "out",
+    ),
+    (
+        {"data.scatter": True, "data.order": "sequential"},
+        "data.scatter: true changes the order of the text, which data.order: sequential keeps; write data.order: "
+        "shuffled",
+    ),
+    (
         {"training.batch_tokens": 1000},
         f"training.batch_tokens: 1000 {NOT_ROWS}; write 896 or 1024",
     ),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from raygpt import storage
-from raygpt.corpus.store import Header, write_shard
+from raygpt.corpus.shards import Header, write_shard
 from raygpt.errors import DamagedError, RaygptError
 
 

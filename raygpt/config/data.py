@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from raygpt.config.parts import SEEDS, Integer, Number, Part, refuse_credentials, shown
+from raygpt.config.parts import SEEDS, Integer, May, Number, Part, refuse_credentials, shown
 
 MIN_BPE = 258  # 256 bytes, end of text and one merge
 MAX_BPE = 1_000_000  # the largest vocabularies in use; an embedding of so many takes gigabytes
@@ -61,6 +61,14 @@ class Data(Part):
         None, description="Use only the first rows of each source: lines of text, rows of jsonl and parquet."
     )
 
+    scatter: bool | None = Field(
+        None, description="Spread documents over the shards at random; by default from 1 GB of text up."
+    )
+    dedup: Literal["exact"] | None = Field(None, description="exact removes copies of documents; it also scatters.")
+    cache: Annotated[Annotated[Number, Field(gt=0)] | None, May.CHANGE] = Field(
+        None, description="GB of a node's disk for shards of scattered stores on S3; by default half of it."
+    )
+
     @field_validator("tokenizer")
     @classmethod
     def _known_tokenizer(cls, name: str) -> str:
@@ -114,6 +122,20 @@ class Data(Part):
             raise ValueError(
                 f"data.limit: {self.limit} is not for data.split huggingface, which draws from all rows; "
                 "write data.split: documents"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _scattering_is_possible(self) -> Self:
+        if self.dedup and self.scatter is False:
+            raise ValueError(
+                "data.scatter: false leaves copies far apart, but data.dedup: exact brings them together; "
+                "leave data.scatter out"
+            )
+        key = "data.dedup: exact" if self.dedup else "data.scatter: true"
+        if (self.dedup or self.scatter) and self.order == "sequential":
+            raise ValueError(
+                f"{key} changes the order of the text, which data.order: sequential keeps; write data.order: shuffled"
             )
         return self
 

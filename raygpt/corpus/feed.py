@@ -7,11 +7,12 @@ several workers that need the same row.
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raygpt.corpus.fetching import Report
 from raygpt.corpus.order import Order, window_count
 from raygpt.corpus.store import TokenStream
 from raygpt.errors import RaygptError
@@ -37,11 +38,30 @@ class Feed:
     ):
         self.context, self.batch_rows, self.kind, self.seed = context, batch_rows, order, seed
         self.streams, self._weights = tuple(streams), tuple(weights)
+        self._report: Report | None = None
+        self._known: Order | None = None  # over the tokens that the streams had at the last read
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": None, "_report": None}  # each process has its own
 
     def rows(self, batch: int, rows: Sequence[int] | None = None) -> NDArray[np.int32]:
         """These rows of a batch, or all: int32 [rows, context + 1]. Inputs are [:, :-1], targets [:, 1:]."""
         chosen = np.arange(self.batch_rows) if rows is None else np.asarray(rows, dtype=np.int64)
-        return self.windows(batch * self.batch_rows + chosen)
+        positions = batch * self.batch_rows + chosen
+        if self._report:
+            self._follow(batch, chosen, self._order(int(positions.max(initial=0))), self._report)
+        return self.windows(positions)
+
+    def read_ahead(self, report: Report) -> None:
+        """From now on, fetch what the rows of later batches need from an object store; `report` is told of waits."""
+        self._report = report
+
+    def _follow(self, batch: int, rows: NDArray[np.int64], order: Order, report: Report) -> None:
+        for number, stream in enumerate(self.streams):
+            if stream.cached and stream.read_ahead and order.is_grouped(number):
+                stream.cached.report = report
+                upcoming = partial(order.upcoming, batch, rows, number)
+                stream.read_ahead.follow(batch, tuple(rows.tolist()), self.context, upcoming)
 
     def windows(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
         """The windows at these positions of the order: int32 [positions, context + 1]."""
@@ -59,13 +79,17 @@ class Feed:
         grows = self.kind == "sequential" and len(self.streams) == 1
         needed = (last + 1) * self.context + 1 if grows else sys.maxsize
         tokens = tuple(stream.wait(needed) for stream in self.streams)
+        if self._known and self._known.tokens == tokens:
+            return self._known
         for stream, count in zip(self.streams, tokens, strict=True):
-            if not window_count(count, self.context):
+            if not stream.window_count(self.context):
                 raise RaygptError(
                     f"{stream.folder} has {count} tokens, fewer than a window of {self.context + 1}; "
                     "set model.context lower, or use more text"
                 )
-        return Order(self.kind, self.seed, self.context, tokens, self._weights)
+        buckets = tuple(stream.buckets for stream in self.streams)
+        self._known = Order(self.kind, self.seed, self.context, tokens, self._weights, self.batch_rows, buckets)
+        return self._known
 
 
 def rows_of_worker(batch_rows: int, rank: int, workers: int) -> range:

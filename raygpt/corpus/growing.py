@@ -9,18 +9,10 @@ import numpy as np
 
 from raygpt import storage
 from raygpt.corpus import tokenizers
-from raygpt.corpus.store import (
-    FAILED,
-    INDEX,
-    PLAN,
-    Extent,
-    Index,
-    TokenStore,
-    TokenStream,
-    dtype_for,
-    read_header,
-    shard_name,
-)
+from raygpt.corpus.extents import Extent
+from raygpt.corpus.index import INDEX, Index
+from raygpt.corpus.shards import dtype_for, read_header, shard_name
+from raygpt.corpus.store import FAILED, PLAN, TokenStore, TokenStream
 from raygpt.errors import RaygptError
 
 POLL_S = 0.2
@@ -54,7 +46,8 @@ class GrowingStream(TokenStream):
             train=(),
             val=(),
         )
-        super().__init__(folder, [], index)
+        self._grown: list[Extent] = []
+        super().__init__(folder, self._grown, index)
         first, units = (0, plan["units"]) if stream == "train" else (plan["units"], plan["val_units"])
         self._next = (first, 0)  # unit and part of the next shard
         self._end = first + units
@@ -91,7 +84,7 @@ class GrowingStream(TokenStream):
             self._end_with(Index.read(self.folder))
             return True
         header = read_header(uri)
-        self._extents.append(Extent(name, 0, header.tokens))
+        self._grown.append(Extent(name, 0, header.tokens))
         self._ends = np.append(self._ends, len(self) + header.tokens)
         self._next = (unit + 1, 0) if header.last else (unit, part + 1)
         return True

@@ -1,7 +1,7 @@
 """The corpus of a recipe: a token store for each source, prepared if necessary, all with one tokenizer."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raygpt import storage
 from raygpt.config import Data
@@ -9,10 +9,10 @@ from raygpt.corpus import nanogpt, prepare, tokenizers
 from raygpt.corpus.documents import check_beginnings
 from raygpt.corpus.feed import Feed
 from raygpt.corpus.growing import GrowingStore
-from raygpt.corpus.order import window_count
+from raygpt.corpus.index import INDEX
 from raygpt.corpus.prepare import Background, Job, Watch
 from raygpt.corpus.sources import Source, is_path, resolve
-from raygpt.corpus.store import INDEX, PLAN, TokenStore, is_complete, open_store
+from raygpt.corpus.store import PLAN, TokenStore, is_complete, open_store
 from raygpt.errors import RaygptError
 
 
@@ -39,7 +39,7 @@ class Mixture:
 
     def windows(self, context: int) -> int:
         """Number of windows of all stores: an epoch."""
-        return sum(window_count(len(store.train), context) for store in self.stores)
+        return sum(store.train.window_count(context) for store in self.stores)
 
     def feed(self, *, context: int, batch_rows: int, order: str, seed: int) -> Feed:
         """The reader of the rows of batch N."""
@@ -87,8 +87,17 @@ def open_mixture(data: Data, stores: str, watch: Watch = lambda progress: None) 
         )
     _check_tokenizers(list(opened.values()), list(texts), data.tokenizer)
     for job in _jobs(data, list(texts.values())):
+        job = job if data.scatter or data.dedup else _as_before(job, stores)
         opened[job.source.spec] = prepare.run(job, _folder(job, stores), watch)
+    for store in opened.values():
+        store.train.cache_bytes = int(data.cache * 1e9) if data.cache else None
     return Mixture(tuple(opened[name] for name in names), tuple(part.weight for part in data.sources))
+
+
+def _as_before(job: Job, stores: str) -> Job:
+    """A large text that was prepared before large ones were scattered keeps its store, so that runs can go on."""
+    plain = replace(job, scatter=False)
+    return plain if is_complete(_folder(plain, stores)) else job
 
 
 def check_texts(data: Data) -> None:
@@ -113,8 +122,8 @@ def open_prepared(folder: str, tokenizer: str = "gpt2") -> TokenStore:
 
 def is_prepared(source: str) -> bool:
     """Whether a source is a folder of tokens, complete or not, rather than text."""
-    names = storage.sizes(storage.absolute(source))
-    return INDEX in names or PLAN in names or nanogpt.FILES["train"] in names
+    folder = storage.absolute(source)  # asked by name: a store may have a million files
+    return any(storage.exists(storage.join(folder, name)) for name in (INDEX, PLAN, nanogpt.FILES["train"]))
 
 
 def _jobs(data: Data, texts: list[Source]) -> Iterator[Job]:
@@ -128,7 +137,9 @@ def _jobs(data: Data, texts: list[Source]) -> Iterator[Job]:
     together = (*texts, *([val] if isinstance(val, Source) else [])) if len(texts) > 1 else ()
     for number, text in enumerate(texts):
         mine = 0.0 if number and isinstance(val, Source) else val
-        yield Job(text, data.tokenizer, mine, data.split, data.split_seed, together)
+        job = Job(text, data.tokenizer, mine, data.split, data.split_seed, together, dedup=data.dedup)
+        is_asked = data.scatter if data.order == "shuffled" else bool(data.scatter)
+        yield replace(job, scatter=prepare.is_scattered(text, is_asked, data.dedup))
 
 
 def _check_tokenizers(stores: list[TokenStore], texts: list[str], name: str) -> None:

@@ -4,7 +4,9 @@ import hashlib
 
 from raygpt import storage
 from raygpt.corpus import tokenizers
-from raygpt.corpus.store import Extent, Index, TokenStore
+from raygpt.corpus.extents import Extent
+from raygpt.corpus.index import Index
+from raygpt.corpus.store import TokenStore
 from raygpt.errors import RaygptError
 
 FILES = {"train": "train.bin", "val": "val.bin"}
@@ -12,7 +14,7 @@ FILES = {"train": "train.bin", "val": "val.bin"}
 
 def is_nanogpt(folder: str) -> bool:
     """Whether a folder has nanoGPT's files."""
-    return FILES["train"] in storage.sizes(folder)
+    return storage.exists(storage.join(folder, FILES["train"]))
 
 
 def open_nanogpt(folder: str, tokenizer: str) -> TokenStore:

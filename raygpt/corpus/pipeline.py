@@ -11,7 +11,7 @@ import functools
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,8 +20,8 @@ import numpy as np
 from raygpt import storage
 from raygpt.corpus import tokenizers
 from raygpt.corpus.documents import DocumentReader, Piece
+from raygpt.corpus.shards import Header, Ids, dtype_for, read_header, shard_name, write_shard
 from raygpt.corpus.sources import File, Source
-from raygpt.corpus.store import Header, Ids, dtype_for, read_header, shard_name, write_shard
 from raygpt.errors import RaygptError, first_line
 
 # Text in a part. 16 MiB are 1 s of GPT-2's BPE on one core and a shard of 8 MB, 2,400 of them in 9 billion tokens.
@@ -83,16 +83,9 @@ def run(
     Only counts are returned, so the driver holds no part of the corpus. `cpus` limits the CPUs of the cluster that it
     uses at once: otherwise its tasks would keep others, e.g. training workers, from starting.
     """
-    import ray
     import ray.data
 
-    context = ray.data.DataContext.get_current().copy()
-    context.enable_progress_bars = False
-    context.target_max_block_size = SMALLEST_PART  # so that each part is a block, and tokenised by its own task
-    available, scheduling = _choose_nodes(ray.nodes())  # type: ignore[no-untyped-call]
-    used = min(available, cpus or available)
-    if scheduling or cpus:  # at least one tokeniser and a reader
-        context.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(cpu=max(used, 1.5))
+    context, used, scheduling = _context(cpus)
     readers = max(1, int(used) // 2)  # one keeps three tokenisers busy
     with ray.data.DataContext.current(context):
         rows = ray.data.from_items([{"unit": n} for n in range(len(units))], override_num_blocks=len(units))
@@ -105,6 +98,41 @@ def run(
                 yield Part(**row)
         except Exception as error:
             raise _readable(error) from None
+
+
+def each(task: Callable[[Any], dict[str, Any]], items: Sequence[Any], cpus: float | None = None) -> Iterator[Any]:
+    """The task's results for each item, as they are done, on every core and node; or on at most `cpus` CPUs."""
+    import ray.data
+
+    if not items:
+        return
+    context, _, scheduling = _context(cpus)
+    with ray.data.DataContext.current(context):
+        rows = ray.data.from_items([{"item": n} for n in range(len(items))], override_num_blocks=len(items))
+        done = rows.map(functools.partial(_on_item, task=task, items=tuple(items)), num_cpus=1, **scheduling)
+        try:
+            yield from done.iter_rows()
+        except Exception as error:
+            raise _readable(error) from None
+
+
+def _on_item(row: dict[str, Any], task: Callable[[Any], dict[str, Any]], items: Sequence[Any]) -> dict[str, Any]:
+    return task(items[row["item"]])
+
+
+def _context(cpus: float | None) -> tuple[Any, float, dict[str, Any]]:
+    """Ray Data's context, the CPUs that tasks use at once, and Ray's scheduling arguments."""
+    import ray
+    import ray.data
+
+    context = ray.data.DataContext.get_current().copy()
+    context.enable_progress_bars = False
+    context.target_max_block_size = SMALLEST_PART  # so that each part is a block, and tokenised by its own task
+    available, scheduling = _choose_nodes(ray.nodes())  # type: ignore[no-untyped-call]
+    used = min(available, cpus or available)
+    if scheduling or cpus:  # at least one tokeniser and a reader
+        context.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(cpu=max(used, 1.5))
+    return context, used, scheduling
 
 
 def _choose_nodes(nodes: Sequence[dict[str, Any]]) -> tuple[float, dict[str, Any]]:

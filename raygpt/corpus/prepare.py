@@ -21,27 +21,18 @@ from raygpt import storage
 from raygpt.cluster import connected
 from raygpt.corpus import pipeline, tokenizers
 from raygpt.corpus.documents import DocumentReader, check_beginnings, row_count
+from raygpt.corpus.extents import Extent
+from raygpt.corpus.index import INDEX, Index
 from raygpt.corpus.pipeline import Holdout, Part, Unit, part_bytes
+from raygpt.corpus.scatter import RUNS, VAL_SHARD, scatter
+from raygpt.corpus.shards import SCATTERED, VERSION, Header, dtype_for, shard_name, write_shard
 from raygpt.corpus.sources import File, Source, resolve
-from raygpt.corpus.store import (
-    FAILED,
-    INDEX,
-    PLAN,
-    VERSION,
-    Extent,
-    Header,
-    Index,
-    TokenStore,
-    TokenStream,
-    dtype_for,
-    open_store,
-    shard_name,
-    write_shard,
-)
+from raygpt.corpus.store import FAILED, PLAN, TokenStore, TokenStream, open_store
 from raygpt.errors import RaygptError, first_line
 
 SAMPLE = 32 * 2**20  # characters that bpe:N is trained on
-VAL_SHARD = "val.tokens"
+LARGE = 10**9  # bytes of source from which on it is scattered, unless data.scatter says otherwise
+UNSCATTERED = "unscattered"  # tokens in the order of the text, deleted when they are scattered
 STOP_S = 30.0  # a part takes a second or two; a thread that takes longer ends with the process
 
 
@@ -54,6 +45,7 @@ class Progress(NamedTuple):
     source_bytes: int = 0  # read so far, of `source_total`, as stored
     source_total: int = 0
     seconds: float = 0.0
+    scattered: float | None = None  # the share of the scattering that is done, where there is any
 
 
 Watch = Callable[[Progress], None]
@@ -69,6 +61,8 @@ class Job:
     split: str = "documents"
     split_seed: int = 2357
     mixture: tuple[Source, ...] = ()  # all texts that share one tokenizer, if there are several
+    scatter: bool = False  # spread the documents over the shards at random
+    dedup: str | None = None  # exact: without copies of documents
 
     @property
     def texts(self) -> tuple[Source, ...]:
@@ -87,6 +81,8 @@ class Job:
             "split": [self.split, self.split_seed],
             "tokenizer": tokenizers.fingerprint(made) if made else [self.tokenizer, texts],
         }
+        if self.scatter:  # otherwise the same as before there was this setting
+            identity |= {"scatter": SCATTERED, "dedup": self.dedup}
         return storage.digest(json.dumps(identity, sort_keys=True))
 
 
@@ -100,14 +96,23 @@ def prepare(
     split_seed: int = 2357,
     column: str = "text",
     limit: int | None = None,
+    scatter: bool | None = None,
+    dedup: str | None = None,
     watch: Watch = lambda progress: None,
 ) -> TokenStore:
     """Tokenise a source into a store. The arguments are those of a recipe's `data`."""
     held_out = resolve(val, column) if isinstance(val, str) else val
-    job = Job(resolve(source, column, limit), tokenizer, held_out, split, split_seed)
+    text = resolve(source, column, limit)
+    scattered = is_scattered(text, scatter, dedup)
+    job = Job(text, tokenizer, held_out, split, split_seed, scatter=scattered, dedup=dedup)
     for text in job.texts:
         check_beginnings(text)
     return run(job, folder, watch)
+
+
+def is_scattered(source: Source, scatter: bool | None, dedup: str | None) -> bool:
+    """Whether a text's documents are scattered: as asked for, or if there is much text, or copies are to be removed."""
+    return bool(dedup) or (source.size >= LARGE if scatter is None else scatter)
 
 
 def run(job: Job, folder: str, watch: Watch = lambda progress: None, cpus: float | None = None) -> TokenStore:
@@ -115,6 +120,8 @@ def run(job: Job, folder: str, watch: Watch = lambda progress: None, cpus: float
     folder = storage.absolute(folder)  # Ray's workers run in other folders
     if _is_complete(folder, job.fingerprint):
         return open_store(folder)
+    if job.scatter:
+        return _run_scattered(job, folder, watch, cpus)
     rows = _row_counts(job)
     units = _units(job, rows)
     held_out = _held_out_rows(job, sum(rows))
@@ -132,6 +139,31 @@ def run(job: Job, folder: str, watch: Watch = lambda progress: None, cpus: float
             watch(progress)
     parts.sort(key=lambda part: (part.stream, part.unit, part.part))
     _write_index(job, folder, tokenizer, parts, held_out)
+    return open_store(folder)
+
+
+def _run_scattered(job: Job, folder: str, watch: Watch, cpus: float | None) -> TokenStore:
+    """Tokenise in the order of the text into a folder aside, scatter that, and delete it."""
+    _write_plan(job, folder, [])
+    aside, last = storage.join(folder, UNSCATTERED), Progress()
+
+    def tokenised(progress: Progress) -> None:
+        nonlocal last
+        last = progress._replace(scattered=0.0)
+        watch(last)
+
+    plain = run(replace(job, scatter=False, dedup=None), aside, tokenised, cpus)
+    started = time.monotonic() - last.seconds
+
+    def scattered(done: int, total: int) -> None:
+        watch(last._replace(scattered=done / total, seconds=time.monotonic() - started))
+
+    with connected():
+        seed, by_content = job.split_seed, job.dedup == "exact"
+        index = scatter(plain, folder, job.fingerprint, seed=seed, by_content=by_content, cpus=cpus, advance=scattered)
+    index.write(folder)
+    for part in (aside, storage.join(folder, RUNS)):
+        storage.delete_folder(part)
     return open_store(folder)
 
 
@@ -205,6 +237,7 @@ def _write_plan(job: Job, folder: str, units: Sequence[Unit]) -> None:
         "units": sum(unit.stream == "train" for unit in units),
         "val_units": sum(unit.stream == "val" for unit in units),
     }
+    plan |= {"scatter": True, "dedup": job.dedup} if job.scatter else {}
     uri = storage.join(folder, PLAN)
     begun = storage.read_json(uri) or plan
     if begun["fingerprint"] != plan["fingerprint"]:
@@ -220,6 +253,8 @@ def _begin_again(folder: str) -> None:
     for name in storage.sizes(folder):
         if name.endswith(".tokens") or name == tokenizers.FILE_NAME:
             storage.delete(storage.join(folder, name))
+    for name in (UNSCATTERED, RUNS):
+        storage.delete_folder(storage.join(folder, name))
 
 
 def _row_counts(job: Job) -> list[int]:

@@ -14,9 +14,7 @@ make a store as they are.
 """
 
 import mmap
-import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,19 +24,18 @@ from numpy.typing import NDArray
 
 from raygpt import storage
 from raygpt.corpus import tokenizers
+from raygpt.corpus.extents import Buckets, Extent, token_counts
+from raygpt.corpus.fetching import CachedShards, Piece
+from raygpt.corpus.index import INDEX, Index
+from raygpt.corpus.order import window_count, window_counts
+from raygpt.corpus.readahead import ReadAhead
+from raygpt.corpus.shards import HEADER_BYTES, SCATTERED, VERSION, Header, Ids
 from raygpt.errors import RaygptError
 
-MAGIC = b"raygptok"
-VERSION = 1
-# magic, version, bytes per id, count, tokenizer fingerprint, documents, bytes of text, last part of its unit
-HEADER = struct.Struct("<8sHHQ16sQQH")
-HEADER_BYTES = 64
 STORES = "stores"  # beside the runs, which share the prepared tokens
 TRIALS = "trials.json"  # in a folder of runs that one sweep trains
-INDEX, PLAN = "index.json", "plan.json"
+PLAN = "plan.json"
 FAILED = "failed.txt"  # why prepare stopped, for readers of an incomplete store
-
-Ids = NDArray[np.integer[Any]]
 
 
 def stores_of(home: str) -> str:
@@ -47,138 +44,40 @@ def stores_of(home: str) -> str:
     return storage.join(home.rstrip("/").rpartition("/")[0] if is_sweep else home, STORES)
 
 
-@dataclass(frozen=True)
-class Header:
-    """The header of a shard."""
-
-    dtype: np.dtype[Any]
-    tokens: int
-    tokenizer: str
-    documents: int = 0
-    text_bytes: int = 0
-    last: bool = True  # the last part of its unit
-
-    def pack(self) -> bytes:
-        fields = (self.dtype.itemsize, self.tokens, self.tokenizer.encode(), self.documents, self.text_bytes, self.last)
-        return HEADER.pack(MAGIC, VERSION, *fields).ljust(HEADER_BYTES, b"\0")
-
-    @classmethod
-    def unpack(cls, raw: bytes, name: str) -> "Header":
-        if len(raw) < HEADER_BYTES or not raw.startswith(MAGIC):
-            raise RaygptError(f"{name} is not a shard of a token store; delete it and prepare the source again")
-        _, version, width, tokens, tokenizer, documents, text_bytes, last = HEADER.unpack(raw[: HEADER.size])
-        _check_version(version, name)
-        if width not in (2, 4):
-            raise RaygptError(f"{name} has a damaged header; delete it and prepare the source again")
-        return cls(
-            np.dtype(f"<u{width}"), tokens, tokenizer.decode(errors="replace"), documents, text_bytes, bool(last)
-        )
-
-
-def _check_version(version: int, name: str) -> None:
-    if version != VERSION:
-        raise RaygptError(f"{name} has format version {version}, this raygpt reads {VERSION}; prepare the source again")
-
-
-def dtype_for(vocab: int) -> np.dtype[Any]:
-    """The narrowest type that holds every id."""
-    return np.dtype("<u2") if vocab <= 2**16 else np.dtype("<u4")
-
-
-def shard_name(stream: str, unit: int, part: int) -> str:
-    """Shards are numbered by the position of their text in the source, so their order is known before they exist."""
-    return f"{stream}-{unit:05d}-{part:05d}.tokens"
-
-
-def write_shard(uri: str, ids: Iterable[Ids], header: Header) -> None:
-    """Write a shard atomically."""
-    with storage.atomic_write(uri) as path, path.open("wb") as file:
-        file.write(header.pack())
-        for part in ids:
-            # not tofile: it does not report a full disk
-            file.write(part.astype(header.dtype, copy=False).data)
-
-
-def read_header(uri: str) -> Header:
-    """The header of a shard."""
-    with storage.open_read(uri) as stream:
-        return Header.unpack(stream.read(HEADER_BYTES), uri)
-
-
-@dataclass(frozen=True)
-class Extent:
-    """A run of tokens in a shard that belongs to a stream."""
-
-    shard: str
-    start: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Index:
-    """`index.json`: the store's contents; its existence shows that the store is complete."""
-
-    fingerprint: str  # of source, tokenizer and settings
-    source: str
-    tokenizer: str  # fingerprint
-    vocab: int
-    end_of_text: int
-    dtype: str
-    documents: int
-    text_bytes: int
-    train: tuple[Extent, ...]
-    val: tuple[Extent, ...]
-    notes: tuple[str, ...] = ()  # for the user, e.g. how validation was held out
-    version: int = VERSION
-
-    def tokens(self, stream: str) -> int:
-        return sum(extent.tokens for extent in getattr(self, stream))
-
-    def summary(self) -> dict[str, Any]:
-        """The index without its lists of shards."""
-        return {
-            "source": self.source,
-            "fingerprint": self.fingerprint,
-            "tokenizer": self.tokenizer,
-            "vocab": self.vocab,
-            "dtype": np.dtype(self.dtype).name,
-            "documents": self.documents,
-            "text_bytes": self.text_bytes,
-            "train_tokens": self.tokens("train"),
-            "val_tokens": self.tokens("val"),
-            "shards": len({extent.shard for extent in (*self.train, *self.val)}),
-            "notes": list(self.notes),
-        }
-
-    def write(self, folder: str) -> None:
-        storage.write_json(storage.join(folder, INDEX), asdict(self))
-
-    @classmethod
-    def read(cls, folder: str) -> "Index":
-        uri, remedy = storage.join(folder, INDEX), "delete it and prepare the source again"
-        fields = storage.read_json(uri, remedy)
-        try:
-            _check_version(fields["version"], uri)
-            streams = {s: tuple(Extent(**extent) for extent in fields[s]) for s in ("train", "val")}
-            return cls(**{**fields, **streams, "notes": tuple(fields["notes"])})
-        except (KeyError, TypeError) as error:
-            raise RaygptError(f"{uri} is damaged ({error}); {remedy}") from error
-
-
 class TokenStream:
     """The ids of a store's train or val part, one after another; shards are mapped when they are first read."""
 
     def __init__(self, folder: str, extents: Sequence[Extent], index: Index):
         self.folder, self.index = folder, index
-        self._extents = list(extents)
-        self._ends = np.cumsum([extent.tokens for extent in extents], dtype=np.int64)
+        self._extents = extents
+        self._ends = np.cumsum(token_counts(extents))
         self._maps: dict[str, Ids] = {}
+        self._cached: CachedShards | None = None
+        self.read_ahead: ReadAhead | None = None
+        self.cache_bytes: int | None = None  # of the node's disk that shards of an object store may take
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}  # another process maps the shards itself
+        return {
+            **self.__dict__,
+            "_maps": {},
+            "_cached": None,
+            "read_ahead": None,
+        }  # another process maps the shards itself
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
+
+    @property
+    def buckets(self) -> Buckets | None:
+        """The shards, if `shuffled` reads them group by group; a single group is permuted whole."""
+        extents = self._extents
+        return extents if isinstance(extents, Buckets) and len(extents) > extents.group else None
+
+    def window_count(self, context: int) -> int:
+        """Windows of context+1 tokens, `context` apart: an epoch."""
+        if self.buckets:
+            return int(window_counts(self.buckets, context).sum())
+        return window_count(len(self), context)
 
     def wait(self, tokens: int) -> int:
         """The number of readable tokens; a growing store waits until it has `tokens`, or is complete."""
@@ -194,8 +93,11 @@ class TokenStream:
             )
         rows = np.empty((len(starts), length), dtype=np.int32)  # [rows, tokens]
         first = np.searchsorted(self._ends, starts, side="right")
-        for row, (extent, start) in enumerate(zip(first.tolist(), starts.tolist(), strict=True)):
-            self._fill(rows[row], extent, start)
+        if self.cached:
+            self._fill_cached(rows, first, starts, self.cached)
+        else:
+            for row, (extent, start) in enumerate(zip(first.tolist(), starts.tolist(), strict=True)):
+                self._fill(rows[row], extent, start)
         self._check_ids(rows)
         return rows
 
@@ -211,6 +113,36 @@ class TokenStream:
             ids = self._ids(part)[offset : min(offset + len(row) - filled, part.tokens)]
             row[filled : filled + len(ids)] = ids
             filled, extent = filled + len(ids), extent + 1
+
+    def _fill_cached(self, rows: NDArray[np.int32], first: Ids, starts: Ids, cached: CachedShards) -> None:
+        """All pieces at once, so that what is missing is fetched at the same time."""
+        places: list[NDArray[np.int32]] = []
+        pieces: list[Piece] = []
+        for row, extent, start in zip(rows, first.tolist(), starts.tolist(), strict=True):
+            filled = 0
+            while filled < len(row):
+                offset = start + filled - (int(self._ends[extent]) - self._extents[extent].tokens)
+                tokens = min(len(row) - filled, self._extents[extent].tokens - offset)
+                pieces.append(Piece(extent, offset, tokens))
+                places.append(row[filled : filled + tokens])
+                filled, extent = filled + tokens, extent + 1
+        for place, ids in zip(places, cached.read(pieces), strict=True):
+            place[:] = ids
+
+    @property
+    def cached(self) -> CachedShards | None:
+        """The node's cache, for a scattered store in an object store; other stores are mapped."""
+        if self._cached is None and storage.is_remote(self.folder) and isinstance(self._extents, Buckets):
+            self._cached = CachedShards(self.folder, self.index, self.cache_bytes)
+            self.read_ahead = ReadAhead(self._cached)
+        return self._cached
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._cached and self.read_ahead:
+            self.read_ahead.stop()
+            self._cached.close()
+            self._cached = self.read_ahead = None
 
     def _ids(self, extent: Extent) -> Ids:
         if extent.shard not in self._maps:
@@ -246,13 +178,13 @@ def is_complete(folder: str) -> bool:
 
 def open_store(folder: str) -> TokenStore:
     """Open a prepared store, whose shards must all be there."""
-    names = storage.sizes(folder)
-    if INDEX not in names and PLAN in names:
+    if not is_complete(folder) and storage.exists(storage.join(folder, PLAN)):
         raise RaygptError(f"{folder} is not complete yet; run the same prepare again, it continues where it stopped")
-    if INDEX not in names:
+    if not is_complete(folder):
         raise RaygptError(f"{folder} is no token store, it has no {INDEX}; make one with raygpt prepare")
     store = TokenStore(folder, Index.read(folder))
-    _check_sizes(store, names)
+    if not (isinstance(store.index.train, Buckets) and storage.is_remote(folder)):
+        _check_sizes(store, storage.sizes(folder))  # a million names take minutes to list: checked when fetched
     return store
 
 
@@ -263,7 +195,9 @@ def _check_sizes(store: TokenStore, names: dict[str, int]) -> None:
     for extent in (*index.train, *index.val):
         ends[extent.shard] = max(ends.get(extent.shard, 0), extent.start + extent.tokens)
     for shard, tokens in ends.items():
-        expected = HEADER_BYTES + tokens * np.dtype(index.dtype).itemsize
+        version = SCATTERED if isinstance(index.train, Buckets) and shard.startswith("train") else VERSION
+        header = Header(np.dtype(index.dtype), tokens, index.tokenizer, version=version)
+        expected = header.offset + header.size
         if shard not in names:
             raise RaygptError(
                 f"{store.folder}: the shard {shard} is missing; copy it again, or prepare the source again"
@@ -287,9 +221,9 @@ def map_shard(uri: str, index: Index) -> Ids:
             f"{path} was made with another tokenizer ({header.tokenizer}) than its store ({index.tokenizer}); "
             "delete the folder and prepare the source again"
         )
-    if path.stat().st_size != HEADER_BYTES + header.tokens * header.dtype.itemsize:
+    if path.stat().st_size != header.offset + header.size:
         raise RaygptError(f"{path} is truncated; copy it again, or delete the folder and prepare the source again")
-    return _mapped(path, header.dtype, HEADER_BYTES)
+    return _mapped(path, header.dtype, header.offset)
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], offset: int) -> Ids:

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -31,7 +32,7 @@ def preparing() -> Iterator[Callable[["prepare.Progress"], None]]:
         task = bar.add_task("", total=None, counts="starting")  # without a total it pulses
 
         def watch(progress: "prepare.Progress") -> None:
-            bar.update(task, total=progress.source_total, completed=progress.source_bytes, counts=_counts(progress))
+            bar.update(task, total=1.0, completed=_share(progress), counts=_counts(progress))
 
         yield watch
 
@@ -44,15 +45,28 @@ class _PlainProgress:
         self._next = 0.0
 
     def __call__(self, progress: "prepare.Progress") -> None:
-        if progress.source_bytes < progress.source_total and time.monotonic() >= self._next:
-            share = progress.source_bytes / progress.source_total
-            err.print(f"preparing {share:4.0%}  {_counts(progress)}", soft_wrap=True)
+        share = _share(progress)
+        if share < 1 and time.monotonic() >= self._next:
+            err.print(f"preparing {share:4.0%}  {_counts(progress)}{_left(share, progress.seconds)}", soft_wrap=True)
             self._next = time.monotonic() + 10
+
+
+def _left(share: float, seconds: float) -> str:
+    """The time left, as soon as there is something to judge by."""
+    return f"  {timedelta(seconds=round(seconds / share - seconds))} left" if share and seconds > 5 else ""
+
+
+def _share(progress: "prepare.Progress") -> float:
+    """How much is done. Scattering takes about a fifth of the time, where documents are scattered."""
+    tokenised = progress.source_bytes / max(1, progress.source_total)
+    return tokenised if progress.scattered is None else 0.8 * tokenised + 0.2 * progress.scattered
 
 
 def _counts(progress: "prepare.Progress") -> str:
     if not progress.seconds:
         return "waiting for Ray to read and tokenise the first part"
+    if progress.scattered:
+        return f"{progress.documents:,} documents  {progress.tokens:,} tokens  scattering {progress.scattered:.0%}"
     speed = progress.text_bytes / max(progress.seconds, 1e-9) / 1e6
     return f"{progress.documents:,} documents  {progress.tokens:,} tokens  {speed:.1f} MB/s"
 

@@ -136,6 +136,7 @@ class Loop:
     def _batches(self, first: int) -> Iterator[Any]:
         """The batches from step `first` on, prefetched. Steps are numbered from 1: step n consumes batch n-1."""
         rows = self._engine.rows
+        self._task.feed.read_ahead(self._session.warn)
         read = (self._engine.put(self._task.feed.rows(n, rows)) for n in range(first, self._last))
         for batch, waited in prefetch(read, AHEAD):
             self._log.data_wait_s += waited

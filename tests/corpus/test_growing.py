@@ -15,9 +15,12 @@ import pytest
 
 from raygpt import storage
 from raygpt.corpus import growing, tokenizers
+from raygpt.corpus.extents import Extent
 from raygpt.corpus.feed import Feed
 from raygpt.corpus.growing import GrowingStream
-from raygpt.corpus.store import Extent, Header, Index, is_complete, open_store, shard_name, write_shard
+from raygpt.corpus.index import Index
+from raygpt.corpus.shards import Header, shard_name, write_shard
+from raygpt.corpus.store import is_complete, open_store
 from raygpt.errors import RaygptError
 
 # tokens of each part of each unit; the third unit has no text, as a file of blank documents has none

@@ -8,9 +8,12 @@ import pytest
 
 from raygpt import storage
 from raygpt.corpus import tokenizers
+from raygpt.corpus.extents import Extent
 from raygpt.corpus.feed import Feed
+from raygpt.corpus.index import Index
 from raygpt.corpus.nanogpt import is_nanogpt, open_nanogpt, write_nanogpt
-from raygpt.corpus.store import Extent, Header, Index, TokenStore, dtype_for, open_store, write_shard
+from raygpt.corpus.shards import Header, dtype_for, write_shard
+from raygpt.corpus.store import TokenStore, open_store
 from raygpt.errors import RaygptError
 
 TRAIN = np.random.default_rng(0).integers(0, 257, 1000, dtype=np.uint16)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from raygpt.corpus.feed import Feed, rows_of_worker
-from raygpt.corpus.order import Order, keyed, mixture_quotas, permute, window_count
+from raygpt.corpus.order import Order, mixture_quotas, window_count
+from raygpt.corpus.permutation import keyed, permute
 from raygpt.errors import RaygptError
 
 BITS = 2**64 - 1
@@ -72,12 +73,17 @@ class InMemory:
     """A stream whose token i is i: a row then says where it was read."""
 
     folder = "memory"
+    buckets = None
+    cached = None
 
     def __init__(self, tokens: int):
         self.tokens = np.arange(tokens, dtype=np.int32)
 
     def wait(self, tokens: int) -> int:
         return len(self.tokens)
+
+    def window_count(self, context: int) -> int:
+        return (len(self.tokens) - 1) // context
 
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int32]:
         return np.stack([self.tokens[s : s + length] for s in starts]) if len(starts) else np.empty((0, length), "i4")

@@ -12,7 +12,7 @@ import transformers
 from conftest import CHECKOUT
 
 from raygpt.corpus import tokenizers
-from raygpt.corpus.store import dtype_for
+from raygpt.corpus.shards import dtype_for
 from raygpt.corpus.tokenizers import Bpe, Bytes, Char, Gpt2, byte_lengths
 from raygpt.errors import RaygptError
 from raygpt.interop.exporting import _tokenizer_config

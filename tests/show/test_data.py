@@ -15,3 +15,11 @@ def test_before_the_first_part_it_says_what_it_waits_for(capsys):
     with preparing() as watch:
         watch(Progress(source_total=1000))
     assert capsys.readouterr().err == "preparing   0%  waiting for Ray to read and tokenise the first part\n"
+
+
+def test_scattering_is_the_last_fifth_and_the_time_left_is_said(capsys):
+    tokenised = Progress(documents=1, tokens=9, text_bytes=9, source_bytes=1000, source_total=1000, seconds=90)
+    with preparing() as watch:
+        watch(tokenised._replace(scattered=0.5))
+        watch(tokenised._replace(scattered=1.0))
+    assert capsys.readouterr().err == "preparing  90%  1 documents  9 tokens  scattering 50%  0:00:10 left\n"
