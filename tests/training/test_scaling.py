@@ -119,6 +119,32 @@ def test_a_model_that_fits_on_no_node_is_refused_and_one_that_does_requests_its_
     assert asked == split_batch(gpt2, 50257, devices).memory_bytes + PROCESS_BYTES
 
 
+def test_runs_on_local_clusters_that_start_together_do_not_count_the_same_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(memory, "is_our_own", lambda: True)
+    monkeypatch.setattr(memory, "host_memory", lambda: 10 * 2**30)
+    run = scaling.Workers(check_part("cluster", {"workers": 2}), "cpu", memory=3 * 2**30)
+    folder = tmp_path / f"raygpt-memory-{os.getuid()}"
+    with memory.reserved(run):
+        (mine,) = folder.glob("[0-9]*")
+        assert (mine.name, mine.read_text()) == (str(os.getpid()), str(6 * 2**30))
+    assert not mine.exists()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (folder / str(gone.pid)).write_text(str(9 * 2**30))
+    with memory.reserved(run):
+        assert not (folder / str(gone.pid)).exists()  # it has ended
+    (folder / str(os.getppid())).write_text(str(4 * 2**30))
+    with pytest.raises(RaygptError) as refused, memory.reserved(run):
+        pass
+    assert str(refused.value) == (
+        f"cluster.workers: they need 6.0 GiB, and other runs on this machine (process {os.getppid()}) have 4.0 GiB of "
+        "9.0 GiB; wait for them, or stop one"
+    )
+    with memory.reserved(scaling.Workers(check_part("cluster", {}), "gpu")):
+        assert not mine.exists()  # GPUs have memory of their own
+
+
 def test_the_memory_of_other_nodes_is_looked_at_there(ray_cluster, monkeypatch):
     monkeypatch.setattr(memory, "is_our_own", lambda: False)
     recipe = load_recipe("tiny")

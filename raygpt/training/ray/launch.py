@@ -23,7 +23,7 @@ from raygpt.training.prepared import Prepared
 from raygpt.training.ray import runtime_env
 from raygpt.training.ray.backend import backend_for
 from raygpt.training.ray.mailbox import open_mailbox
-from raygpt.training.ray.memory import request_memory
+from raygpt.training.ray.memory import request_memory, reserved
 from raygpt.training.ray.scaling import choose_workers, ensure_room, ensure_shared, local_cpus
 from raygpt.training.ray.trainer import Trainer, fit
 from raygpt.training.ray.unattended import wait_for_nodes
@@ -97,6 +97,7 @@ def train(
         workers = choose_workers(run.recipe.cluster, run.recipe.engine, driver.warn)
         workers, mailbox = request_memory(workers, run.recipe, run.plan.vocab), open_mailbox()
         with (
+            reserved(workers),
             stoppable(folder, lambda: mailbox.request.remote("stop"), driver.add) as poll,
             _recording_outcome(folder, driver),
         ):

@@ -1,18 +1,26 @@
 """Memory that CPU workers request of Ray, which places no more of them on a node than fit there.
 
 Ray limits the memory of a node, not of a run: when a run takes too much, workers of any run on that node are killed.
-With a request for each worker a run that does not fit beside the others waits, or is refused, before it starts. GPUs
+With a request for each worker a run that does not fit beside the others waits, or is refused, before it starts. Local
+clusters do not know of each other, so runs on them also write down what they need, each in a file of its own. GPUs
 and TPUs have memory of their own, which the workers look at before they create a model.
 """
 
+import contextlib
+import fcntl
 import math
+import os
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import ray
 
 from raygpt.config import Recipe
 from raygpt.errors import RaygptError
-from raygpt.host import cores, memory_for_work
+from raygpt.formatting import size
+from raygpt.host import cores, host_memory, memory_for_work
 from raygpt.planning.split import cpu_devices, worker_bytes
 from raygpt.training.ray.scaling import Workers, alive_nodes, is_our_own, on_node
 
@@ -54,6 +62,53 @@ def _hosts(workers: Workers) -> dict[Host, int]:
         return dict.fromkeys(hosts, math.ceil(count / max(1, len(nodes))))
     room = [int(node["Resources"]["CPU"] // per_worker) for node in nodes]
     return {host: min(count, fits) for host, fits in zip(hosts, room, strict=True)}
+
+
+@contextlib.contextmanager
+def reserved(workers: Workers) -> Iterator[None]:
+    """Inside the block this machine's other local clusters know what the workers need; refuses more than they leave.
+
+    Ray counts the free memory when a cluster starts: two runs that start together would both count the same.
+    """
+    if workers.accelerator != "cpu" or not is_our_own():
+        yield
+        return
+    folder = Path(tempfile.gettempdir()) / f"raygpt-memory-{os.getuid()}"
+    mine = folder / str(os.getpid())
+    with contextlib.suppress(PermissionError):  # of a folder for temporary files that is read-only
+        _reserve(mine, workers.memory * workers.cluster.max_workers)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            mine.unlink()
+
+
+def _reserve(mine: Path, wanted: int) -> None:
+    """Write down what this process wants, unless others on this machine leave less."""
+    mine.parent.mkdir(exist_ok=True)
+    with (mine.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        others = {file.name: int(file.read_text()) for file in mine.parent.glob("[0-9]*") if _is_alive(file)}
+        taken, usable = sum(others.values()), host_memory() * 9 // 10
+        if others and taken + wanted > usable:
+            raise RaygptError(
+                f"cluster.workers: they need {size(wanted)}, and other runs on this machine (process "
+                f"{', '.join(sorted(others))}) have {size(taken)} of {size(usable)}; wait for them, or stop one"
+            )
+        mine.write_text(str(wanted))
+
+
+def _is_alive(file: Path) -> bool:
+    """Whether the process of a file is still there; removes the file if not."""
+    try:
+        os.kill(int(file.name), 0)
+    except ProcessLookupError:
+        file.unlink()
+        return False
+    except PermissionError:
+        pass
+    return int(file.name) != os.getpid()
 
 
 def _this_host() -> Host:
