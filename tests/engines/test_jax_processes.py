@@ -59,3 +59,16 @@ def test_what_every_process_compiled_is_there_at_the_next_start(start):
     assert min(programs) >= 2
     assert [misses for _, misses in first] == programs
     assert again == [[count, 0] for count in programs]
+
+
+def test_without_a_home_that_can_be_written_nothing_is_cached_and_nothing_said(tmp_path):
+    script = "from raygpt.engines.jax.processes import keep_compiled\nkeep_compiled()\n"
+    script += "import jax, jax.numpy as jnp\nprint(jax.jit(lambda x: jnp.sin(x).sum())(jnp.ones(2)).shape)"
+    (tmp_path / "file").touch()
+    environment = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(tmp_path / "file"),  # no folder can be made in it
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.stderr) == ("()\n", "")

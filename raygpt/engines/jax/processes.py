@@ -76,9 +76,13 @@ def set_up(recipe: Recipe | None = None) -> None:
 
 
 def keep_compiled() -> None:
-    """Cache compiled programs on this machine, for the next run."""
+    """Cache compiled programs on this machine, for the next run; nothing is cached if the home cannot be written."""
     import jax
 
+    try:
+        _kept().mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
     jax.config.update("jax_compilation_cache_dir", str(_kept()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)  # small models compile in less than 1 s
     _keep_from_every_process()
@@ -98,8 +102,6 @@ def _keep_from_every_process() -> None:
     write, state = getattr(compiler, "_cache_write", None), distributed.global_state
     if write is None:  # another version of JAX: only time is lost
         return
-    with contextlib.suppress(OSError):
-        _kept().mkdir(parents=True, exist_ok=True)
 
     def write_as_first(*arguments: Any) -> None:
         # A full disk must not end the run
