@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -16,8 +17,9 @@ from raygpt.recipes import load_recipe, shipped_recipes
 from raygpt.runs.lock import locked
 from raygpt.show import generation
 from raygpt.show.console import printable
-from raygpt.show.training import show_message
+from raygpt.show.training import show_message, show_result
 from raygpt.training.events import StepLogged, Warned
+from raygpt.training.ray.launch import Result
 from raygpt.training.stopping import STOP_FILE
 
 
@@ -63,6 +65,16 @@ def test_a_terminal_that_does_not_know_a_character_gets_another():
 )
 def test_line_ends_of_windows_are_line_ends_and_control_characters_are_not_printed(text, shown):
     assert printable(text) == shown
+
+
+def test_what_to_type_next_has_names_with_spaces_in_quotes(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    show_result(Result(str(tmp_path / "my runs" / "tiny")), [])
+    commands = [shlex.split(line)[-2:] for line in capsys.readouterr().out.partition("Try next:\n")[2].splitlines()]
+    assert commands == [["generate", "my runs/tiny"], ["eval", "my runs/tiny"], ["report", "my runs/tiny"]]
+    (tmp_path / "README.md").touch()
+    show_result(Result(str(tmp_path / "tiny")), [])
+    assert "data.source=README.md" in capsys.readouterr().out  # where there is one
 
 
 def test_standard_input_that_is_closed_has_no_prompt(monkeypatch):
@@ -149,16 +161,16 @@ def test_doctor_names_what_is_there_and_what_to_do_about_the_rest(raygpt):
 
 
 def test_prepare_closes_with_totals_and_its_json_agrees_with_the_store(ray_cluster, raygpt, text, tmp_path):
-    status, out, _ = raygpt("prepare", text, "--out", "store", "--tokenizer", "bytes", "--val", "0.2")
+    status, out, _ = raygpt("prepare", text, "--out", "my store", "--tokenizer", "bytes", "--val", "0.2")
     assert status == 0
     assert out.startswith("100 documents, 0.0 MB of text → ")
     assert "bytes per token" in out
-    words = out.splitlines()[-1].partition(" train ")[2].split()
+    words = shlex.split(out.splitlines()[-1].partition(" train ")[2])
     data = load_recipe(words[0], words[1:]).data  # what it says to do next can be done
-    assert (data.source, data.tokenizer) == ("./store", "./store")
-    _, out, _ = raygpt("prepare", text, "--out", "store", "--tokenizer", "bytes", "--val", "0.2", "--json")
+    assert (data.source, data.tokenizer) == ("./my store", "./my store")
+    _, out, _ = raygpt("prepare", text, "--out", "my store", "--tokenizer", "bytes", "--val", "0.2", "--json")
     summary = json.loads(out)
-    shards = [*(tmp_path / "store").glob("train-*.tokens"), tmp_path / "store" / "val.tokens"]
+    shards = [*(tmp_path / "my store").glob("train-*.tokens"), tmp_path / "my store" / "val.tokens"]
     size = sum(shard.stat().st_size - 64 for shard in shards)
     assert summary["train_tokens"] + summary["val_tokens"] == size // 2
     assert summary["documents"] == 100

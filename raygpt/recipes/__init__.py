@@ -46,7 +46,7 @@ def load_recipe(
     steps_before = values.get("training.steps")
     values |= changes
     if values.get("run.name") is None and not values.get("run"):
-        values["run.name"] = _run_name(name)
+        values["run.name"] = run_name(name)
     is_shortened = "training.steps" in changes and not {"schedule", "schedule.warmup_steps"} & set(changes)
     if is_shortened and (warmup := _fitting_warmup(values, steps_before, where)) is not None:
         before, values["schedule.warmup_steps"] = values["schedule.warmup_steps"], warmup
@@ -217,7 +217,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _run_name(recipe: str) -> str:
+def run_name(recipe: str) -> str:
     """'my recipes/Tiny 2.yaml' -> 'Tiny-2'"""
     stem = re.sub(r"\.ya?ml$", "", Path(recipe).name)
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip(".")[:128] or "run"

@@ -1,6 +1,7 @@
 """The terminal: standard output and standard error, and formatting that all console output shares."""
 
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -33,7 +34,12 @@ def program() -> str:
     """What to type for raygpt: its name if the shell finds it, else its path."""
     if shutil.which("raygpt"):
         return "raygpt"
-    return "python -m raygpt" if sys.argv[0].endswith("__main__.py") else relative_path(sys.argv[0])
+    return "python -m raygpt" if sys.argv[0].endswith("__main__.py") else shlex.quote(relative_path(sys.argv[0]))
+
+
+def command(*words: str) -> str:
+    """What to type, with names that contain spaces in quotes; escaped, to be printed."""
+    return escape(f"{program()} {shlex.join(words)}")
 
 
 def relative_path(path: str) -> str:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from raygpt.show.console import as_path, clip, err, out, program, relative_path, show_notes, table_of
+from raygpt.recipes import run_name
+from raygpt.show.console import as_path, clip, command, err, out, relative_path, show_notes, table_of
 
 if TYPE_CHECKING:
     from raygpt.corpus import prepare
@@ -81,11 +82,11 @@ def show_prepared(store: "TokenStore") -> None:
         soft_wrap=True,
     )
     show_notes(index.notes)
-    folder = escape(relative_path(store.folder))
-    out.print(f"token store  {folder}", soft_wrap=True)
-    where, name = as_path(folder), folder.rstrip("/").rpartition("/")[-1]
-    words = f"train tiny data.source={where} data.tokenizer={where} run.name={name}"
-    out.print(f"train on it  {program()} {words}", soft_wrap=True)
+    folder = relative_path(store.folder)
+    out.print(f"token store  {escape(folder)}", soft_wrap=True)
+    where, name = as_path(folder), run_name(folder.rstrip("/"))
+    words = ("train", "tiny", f"data.source={where}", f"data.tokenizer={where}", f"run.name={name}")
+    out.print(f"train on it  {command(*words)}", soft_wrap=True)
 
 
 def show_data(shown: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from raygpt.config import Recipe
 from raygpt.formatting import ago, number_text, size, value_text
 from raygpt.models import describe
 from raygpt.recipes.explain import flat
-from raygpt.show.console import as_path, err, out, printable, program, relative_path, table_of
+from raygpt.show.console import as_path, command, err, out, printable, relative_path, table_of
 
 if TYPE_CHECKING:
     from raygpt.doctor import Finding
@@ -57,21 +57,18 @@ def show_serving(models: Sequence[str], address: tuple[str, int], has_key: bool)
 def show_imported(run: "OpenRun") -> None:
     """What it is, and how to train it further."""
     model, vocab = run.recipe.model, run.tokenizer.vocab
-    folder = escape(relative_path(run.folder))
+    folder = relative_path(run.folder)
     out.print(
         f"{describe(model, vocab).count:,} parameters: {model.layers} layers, {model.heads} heads, "
         f"width {model.width}, context {model.context}, {vocab:,} tokens in the vocabulary",
         soft_wrap=True,
     )
-    out.print(f"run directory  {folder}\n\nTry next:", soft_wrap=True)
+    out.print(f"run directory  {escape(folder)}\n\nTry next:", soft_wrap=True)
     batch = max(1, 4096 // model.context) * model.context
     where = as_path(folder)
-    out.print(f"  {program()} generate {folder} --prompt 'Once'", soft_wrap=True)
-    out.print(
-        f"  {program()} train {where}/recipe.yaml run.name=further run.start_from={where} "
-        f"data.source=YOUR.txt training.batch_tokens={batch}",
-        soft_wrap=True,
-    )
+    out.print(f"  {command('generate', folder, '--prompt', 'Once')}", soft_wrap=True)
+    words = ("run.name=further", f"run.start_from={where}", "data.source=YOUR.txt", f"training.batch_tokens={batch}")
+    out.print(f"  {command('train', f'{where}/recipe.yaml', *words)}", soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -209,7 +206,7 @@ def show_left_running(job: "Job", address: str) -> None:
         f"\n{escape(job.name)} goes on as job {escape(job.id)}. To come back to it, or to stop it:", soft_wrap=True
     )
     for verb in ("logs", "stop"):
-        out.print(f"  {program()} {verb} {escape(job.name)} --cluster {escape(address)}", soft_wrap=True)
+        out.print(f"  {command(verb, job.name, '--cluster', address)}", soft_wrap=True)
 
 
 def show_jobs(jobs: Sequence["Job"], address: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
@@ -10,7 +11,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from raygpt.formatting import duration
 from raygpt.runs import free_name
 from raygpt.runs.planned import compare
-from raygpt.show.console import clip, err, out, printable, program, relative_path, show_notes, table_of
+from raygpt.show.console import clip, command, err, out, printable, relative_path, show_notes, table_of
 from raygpt.training.events import (
     BatchSplit,
     Event,
@@ -166,12 +167,17 @@ def show_result(result: "Result", events: Sequence[Event]) -> None:
     if compared := compare(result.path):
         out.print(f"plan            {compared}", soft_wrap=True)
     out.print(f"run directory   {escape(folder)}\n\nTry next:", soft_wrap=True)
-    for words in (
-        f"generate {folder}",
-        f"eval {folder}",
-        "train tiny data.source=README.md data.tokenizer=bytes training.steps=20 run.name=readme",
-    ):
-        out.print(f"  {program()} {escape(words)}", soft_wrap=True)
+    own_text = (
+        "train",
+        "tiny",
+        "data.source=README.md",
+        "data.tokenizer=bytes",
+        "training.steps=20",
+        "run.name=readme",
+    )
+    last = own_text if Path("README.md").is_file() else ("report", folder)
+    for words in (("generate", folder), ("eval", folder), last):
+        out.print(f"  {command(*words)}", soft_wrap=True)
 
 
 def _show_samples(samples: Sequence[Sampled]) -> None:
