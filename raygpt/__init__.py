@@ -1,4 +1,4 @@
-"""raygpt: GPT-2-style language-model pre-training on Ray Train.
+"""raygpt: pre-training of language models on Ray Train.
 
 import raygpt
 

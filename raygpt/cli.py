@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from raygpt.jobs import Job, JobServer
 
 app = typer.Typer(
-    help="GPT-2-style language-model pre-training on Ray Train: one recipe, JAX or PyTorch, laptop to cluster.",
+    help="Pre-train language models on Ray Train: one recipe, JAX or PyTorch, laptop to cluster.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

@@ -218,7 +218,8 @@ def test_what_is_no_run_is_refused_by_every_verb(raygpt, jax_run, tmp_path, verb
     name, *more = verb
     (tmp_path / "empty").mkdir()
     for folder in ("empty", "nowhere"):
-        message = f"{folder} is no run, it has no recipe.yaml; name a folder that raygpt train made"
+        message = f"{folder} is no run, it has no recipe.yaml; "
+        message += "name a folder that raygpt train made; `raygpt runs` lists those in runs/"
         assert fails(raygpt(name, folder, *more)) == message
     assert (
         fails(raygpt(name, jax_run, *more, "--step", 7)) == f"{jax_run} has no checkpoint of step 7; there are: 10, 20"

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from raygpt.runs import OpenRun
 
 MARKS = {"ok": "[green]✓[/]", "optional": "[yellow]○[/]", "problem": "[red]✗[/]"}
+# Columns of `raygpt runs` that are left out, from the last on, if the terminal is too narrow for all
+LESS_IMPORTANT = ("model", "tokens/s", "engine")
 STATES = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "unreadable": "red"}
 
 
@@ -100,25 +102,40 @@ def show_scores(loaded: "LoadedModel", results: Mapping[str, "Figures"]) -> None
 
 
 def show_runs(runs: Sequence[Mapping[str, Any]]) -> None:
-    """A line for each run, and below the table the errors of those that failed."""
-    columns = ("name", "engine", "model", "step", "loss", "val loss", "tokens/s", "state", "last seen")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        is_number = column in ("step", "loss", "val loss", "tokens/s")
-        table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
-    for run in runs:
-        numbers = (
-            number_text(run["loss"], ".4f"),
-            number_text(run["val_loss"], ".4f"),
-            number_text(run["tokens_per_s"], ",.0f"),
-        )
-        shape = run["engine"] or "–", run["model"] or "–"
-        table.add_row(escape(run["name"]), *shape, _steps(run), *numbers, _state(run), ago(run["last_seen"]))
+    """A line for each run, and below the table why a run was stopped or has failed."""
+    table, without = _table_of_runs(runs), list(LESS_IMPORTANT)
     # As wide as necessary: a truncated name could not be copied.
-    Console(file=out.file, width=max(out.width, 200), highlight=False, force_terminal=out.is_terminal).print(table)
+    wide = Console(file=out.file, width=max(out.width, 200), highlight=False, force_terminal=out.is_terminal)
+    while out.is_terminal and without and wide.measure(table).maximum > out.width:
+        without.pop()
+        table = _table_of_runs(runs, LESS_IMPORTANT[len(without) :])
+    wide.print(table)
     for run in runs:
         if run["why"]:
-            out.print(f"{escape(run['name'])}: {escape(printable(run['why']))}", soft_wrap=True)
+            state = "stopped " if run["state"] == "stopped" else ""
+            out.print(f"{escape(run['name'])}: {state}{escape(printable(run['why']))}", soft_wrap=True)
+
+
+def _table_of_runs(runs: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) -> Table:
+    columns = {
+        "name": [escape(run["name"]) for run in runs],
+        "engine": [run["engine"] or "–" for run in runs],
+        "model": [run["model"] or "–" for run in runs],
+        "step": [_steps(run) for run in runs],
+        "loss": [number_text(run["loss"], ".4f") for run in runs],
+        "val loss": [number_text(run["val_loss"], ".4f") for run in runs],
+        "tokens/s": [number_text(run["tokens_per_s"], ",.0f") for run in runs],
+        "state": [_state(run) for run in runs],
+        "last seen": [ago(run["last_seen"]) for run in runs],
+    }
+    kept = {name: column for name, column in columns.items() if name not in without}
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in kept:
+        is_number = name in ("step", "loss", "val loss", "tokens/s")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    for row in zip(*kept.values(), strict=True):
+        table.add_row(*row)
+    return table
 
 
 def show_run(facts: Mapping[str, Any]) -> None:

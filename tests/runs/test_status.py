@@ -1,11 +1,13 @@
 """The status of runs: `raygpt runs` and `raygpt show`, from what lies in run directories."""
 
+import io
 import json
 import os
 import socket
 import time
 
 import pytest
+from rich.console import Console
 
 from raygpt.corpus import tokenizers
 from raygpt.formatting import ago, duration
@@ -13,6 +15,9 @@ from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints, open_run
 from raygpt.runs.records import Outcome, keep_sample, write_about, write_result
 from raygpt.runs.status import details, status
+from raygpt.show import results
+
+NO_RUN = "name a folder that raygpt train made; `raygpt runs` lists those in runs/"
 
 
 def make_run(home, name, *, steps=20, until=20, lines=(), **settings):
@@ -135,6 +140,17 @@ def test_runs_are_listed_the_last_seen_first_and_a_broken_one_is_a_line_too(rayg
     assert [run["name"] for run in json.loads(out)] == ["newer", "older", "broken"]
 
 
+@pytest.mark.parametrize(("width", "left_out"), [(120, []), (86, ["engine"]), (60, ["engine", "tokens/s", "model"])])
+def test_on_a_narrow_terminal_runs_have_fewer_columns(tmp_path, monkeypatch, width, left_out):
+    make_run(tmp_path, "one")
+    terminal = Console(file=io.StringIO(), width=width, force_terminal=True, highlight=False)
+    monkeypatch.setattr(results, "out", terminal)
+    results.show_runs([{**status(open_run(str(tmp_path / "one"))), "model": "nanochat 12×768"}])
+    shown = terminal.file.getvalue()
+    assert [name for name in ("engine", "tokens/s", "model") if name not in shown] == left_out
+    assert all(name in shown for name in ("one", "step", "val loss", "finished"))
+
+
 def test_a_long_name_is_never_cut(raygpt, tmp_path):
     make_run(tmp_path / "runs", "n" * 100)
     assert "n" * 100 in raygpt("runs")[1]
@@ -162,7 +178,7 @@ def test_a_run_is_shown(raygpt, tmp_path):
     [
         (("runs",), "there are no runs in {home}/runs; name the folder that raygpt train put them in"),
         (("runs", "mine"), "there are no runs in {home}/mine; it is a run itself: raygpt show"),
-        (("show", "nowhere"), "nowhere is no run, it has no recipe.yaml; name a folder that raygpt train made"),
+        (("show", "nowhere"), "nowhere is no run, it has no recipe.yaml; " + NO_RUN),
     ],
 )
 def test_what_is_no_run_ends_in_one_line(raygpt, tmp_path, words, message):
