@@ -309,6 +309,16 @@ def make_folder(folder: str) -> None:
         raise _explained(error, folder) from error
 
 
+def ensure_writable(folder: str) -> None:
+    """Refuse a local folder that cannot be written, or made; an object store answers when it is used."""
+    if is_remote(folder):
+        return
+    there = next(path for path in (Path(folder), *Path(folder).parents) if os.access(path, os.F_OK))
+    if not os.access(there, os.W_OK):
+        is_read_only = os.statvfs(there).f_flag & os.ST_RDONLY
+        raise _explained(OSError(errno.EROFS if is_read_only else errno.EACCES, ""), folder)
+
+
 @contextlib.contextmanager
 def reached(uri: str) -> Iterator[None]:
     """Convert exceptions of an object store's client into one-line errors; those of the local disk have an errno."""

@@ -360,6 +360,14 @@ def test_a_folder_that_nobody_may_make_is_refused() -> None:
     assert refusal(storage.write_bytes, "/proc/x/y", b"1") == expected
 
 
+def test_a_read_only_disk_is_refused_before_anything_is_written(mounted: Callable[[str], Path]) -> None:
+    folder = mounted("ro") / "runs" / "deep"
+    assert refusal(storage.ensure_writable, str(folder)) == (
+        f"{folder} cannot be written (Read-only file system); choose a folder that you may write to"
+    )
+    storage.ensure_writable("s3://bucket/runs")
+
+
 def test_a_read_only_disk_is_refused(mounted: Callable[[str], Path]) -> None:
     disk = mounted("ro")
     remedy = "choose a folder that you may write to"

@@ -53,6 +53,7 @@ def run_folder_of(recipe: Recipe) -> str:
 
 def check(recipe: Recipe, force: bool = False) -> None:
     """Refuse what can be refused in a second, without a cluster: otherwise an error comes after Ray has started."""
+    storage.ensure_writable(storage.absolute(recipe.run.storage))
     _check_start(recipe, force)
     check_texts(recipe.data)
 

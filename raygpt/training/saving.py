@@ -5,6 +5,8 @@ reports their sizes and checksums. When all have reported, rank 0 commits. A fai
 checkpoints untouched; only several failures in a row end the run.
 """
 
+import errno
+import os
 import re
 import shutil
 import threading
@@ -125,7 +127,7 @@ class Saving:
             files = checkpoints.publish(part, checkpoints.folder_of(self._task.run_folder, step))
             self._session.add_part(step, {"files": files})
         except Exception as raised:
-            self._session.add_part(step, {"error": first_line(raised)})
+            self._session.add_part(step, {"error": _reason(raised)})
 
     def _conclude(self, step: int, metrics: Any) -> None:
         """Rank 0: commit when all parts are written, unless the state has diverged."""
@@ -179,6 +181,12 @@ class Saving:
             )
             return
         self._session.warn(f"{said}; training continues, and ends after {self._limit} in a row")
+
+
+def _reason(error: BaseException) -> str:
+    """Why a save has failed. Orbax adds the names of two of its temporary files to what the disk says."""
+    text, no_space = first_line(error), os.strerror(errno.ENOSPC)
+    return no_space if no_space in text else text
 
 
 def _left_by(rank: int, parts: Path) -> list[Path]:

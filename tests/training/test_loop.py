@@ -485,7 +485,7 @@ class Unsaved(FakeEngine):
 
     def wait_for_save(self):
         if self._state in self._bad:
-            raise OSError(28, "No space left on device")
+            raise ValueError('RESOURCE_EXHAUSTED: Error writing "/runs/x/_sharding": No space left on device [code 28]')
 
 
 def test_a_save_that_fails_costs_a_warning_and_no_older_checkpoint(make_task):
@@ -494,7 +494,7 @@ def test_a_save_that_fails_costs_a_warning_and_no_older_checkpoint(make_task):
     assert steps_of(events, CheckpointSaved) == [2, 8, 10]
     warnings = texts_of(events, Warned)
     assert len(warnings) == 2
-    assert warnings[0].startswith("the checkpoint of step 4 could not be saved ([Errno 28] No space left on device)")
+    assert warnings[0].startswith("the checkpoint of step 4 could not be saved (No space left on device); training")
     assert checkpoints.newest(task.run_folder) == (checkpoints.find(task.run_folder, 10), [])
     assert not list(checkpoints.parts_of(task.run_folder).glob("*"))[2:]  # at most what the two left
 
