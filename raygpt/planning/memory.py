@@ -116,13 +116,14 @@ class Kept:
         cut = int(2 * by_heads * (heads + kv_heads)) + turned + hidden + sizes["hidden"] + scores
         # Of the linear layers, before biases; in the kernels' layout queries, keys and values are computed again.
         products = hidden + (0 if devices.fused else heads + 2 * kv_heads)
+        masks = 2 * width // devices.number_bytes if model.dropout else 0  # a byte each
         inputs = 2 if devices.fused and not model.unlike_gpt2 else 1  # the stream; in GPT-2's kernels normed as well
         return cls(
             sizes["layer"],
-            4 * width + cut // mesh["tensor"],
+            (4 + model.x0_mixing) * width + masks + cut // mesh["tensor"],
             (2 + inputs) * width + products // mesh["tensor"],
             inputs * width,
-            2 * sizes["hidden"] // mesh["tensor"],
+            2 * sizes["hidden"] // mesh["tensor"] + 3 * model.value_embeddings * width,  # looked up, and for two layers
             devices.number_bytes,
         )
 
