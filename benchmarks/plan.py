@@ -7,8 +7,8 @@
 
 Each case is a process of its own. Processes compile beside each other, as far as the plan says that they fit, but only
 one at a time is timed. A case that is `beyond` has the fewest rows that the plan says do not fit, and has the device to
-itself. Cases marked `fit` calibrated the plan; the others check it. Times are compared relative to each engine's first
-case: GPUs of one kind differ by 5 %.
+itself. Cases marked `fit` calibrated the plan; the others check it. Times are compared relative to the median of each
+engine's `fit` cases: GPUs of one kind differ by 5 %.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
+import statistics
 import subprocess
 import sys
 import threading
@@ -273,25 +274,47 @@ def fewest_beyond(case: Case, target: Target) -> int:
 
 def show(figures: dict[str, Any], target: Target) -> None:
     """Plan and measurement side by side."""
-    cases = {case.name: case for case in (*CASES, *CPU_CASES)}
-    scale: dict[str, float] = {}  # measured / planned time of each engine's first case
     table = Table("case", "", "GiB", "plan", "", "ms", "plan", "", box=None)
-    for name, figure in figures.items():
-        case = cases[name]
-        plan, mark = planned(case, figure["rows"], target), "fit" if case.fit else "check"
+    rows = compared(figures, target)
+    for row in rows:
+        figure, plan, mark = row["measured"], row["plan"], "fit" if row["case"].fit else "check"
         if "error" in figure:
-            table.add_row(name, mark, "error", "", figure["error"].splitlines()[-1][:60])
+            table.add_row(row["case"].name, mark, "error", "", figure["error"].splitlines()[-1][:60])
         elif not figure["fits"]:
-            table.add_row(name, mark, "out of memory", f"{plan['gib']:.1f}", f"of {plan['limit']:.1f}")
+            table.add_row(row["case"].name, mark, "out of memory", f"{plan['gib']:.1f}", f"of {plan['limit']:.1f}")
         else:
-            ratio = figure["ms"] / plan["ms"]
-            by = ratio / scale.setdefault(case.engine, ratio)
-            peak = figure["peak_gib"]
-            off = f"{plan['gib'] / peak - 1:+.1%}" if peak else ""
-            times = f"{figure['ms']:.1f}", f"{plan['ms']:.1f}", f"{1 / by - 1:+.1%}"
-            table.add_row(name, mark, f"{peak:.2f}", f"{plan['gib']:.2f}", off, *times)
+            memory = "" if row["memory_off"] is None else f"{row['memory_off']:+.1%}"
+            times = f"{figure['ms']:.1f}", f"{plan['ms']:.1f}", f"{row['time_off']:+.1%}"
+            table.add_row(row["case"].name, mark, f"{figure['peak_gib']:.2f}", f"{plan['gib']:.2f}", memory, *times)
     Console(width=130).print(table)
-    print("time relative to each engine's first case:", {k: round(v, 3) for k, v in scale.items()})
+    print("measured / planned time:", {engine: round(by, 3) for engine, by in scales(rows).items()})
+
+
+def compared(figures: dict[str, Any], target: Target) -> list[dict[str, Any]]:
+    """Each case with its plan: how far the plan is off in memory and, relative to its engine's median, in time."""
+    cases = {case.name: case for case in (*CASES, *CPU_CASES)}
+    rows = [
+        {"case": cases[name], "measured": figure, "plan": planned(cases[name], figure["rows"], target)}
+        for name, figure in figures.items()
+    ]
+    by_engine = scales(rows)
+    for row in rows:
+        if row["measured"].get("fits"):
+            peak, plan = row["measured"]["peak_gib"], row["plan"]
+            row["memory_off"] = plan["gib"] / peak - 1 if peak else None
+            row["time_off"] = plan["ms"] * by_engine[row["case"].engine] / row["measured"]["ms"] - 1
+    return rows
+
+
+def scales(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Engine -> measured / planned time, the median of the cases that calibrate; of all, if there are none."""
+    timed = [row for row in rows if row["measured"].get("fits")]
+    found = {}
+    for engine in {row["case"].engine for row in timed}:
+        mine = [row for row in timed if row["case"].engine == engine]
+        used = [row for row in mine if row["case"].fit] or mine
+        found[engine] = statistics.median(row["measured"]["ms"] / row["plan"]["ms"] for row in used)
+    return found
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from raygpt.engines import choices, devices_of
 from raygpt.errors import RaygptError
 from raygpt.formatting import size
 from raygpt.planning.forecast import Forecast
+from raygpt.planning.memory import logit_chunks
 from raygpt.planning.step_time import Work
 
 if TYPE_CHECKING:
@@ -77,13 +78,16 @@ def differences(plan: Forecast, step: "CompiledStep") -> tuple[Difference, ...]:
 
 
 def _flops(plan: Forecast) -> float:
-    """Of a device in a step; the compiler counts a loop over layers or micro-batches once, and attention's kernels not
-    at all."""
+    """Of a device in a step; the compiler counts a loop over layers, micro-batches or chunks of the loss once, and
+    attention's kernels not at all."""
     work = Work(plan.recipe, plan.description, plan.devices.number_bytes)
     tokens = plan.split.micro_rows * plan.recipe.model.context / plan.devices.count
     scanned = choices.scans(plan.recipe.training.compile, plan.devices.platform, plan.recipe.model.layers)
     layers = 1 if scanned else plan.recipe.model.layers
-    head = work.head_products
-    blocks = (work.products - head) * layers / plan.recipe.model.layers
+    own = plan.split.micro_rows * plan.recipe.model.context // (plan.mesh["data"] * plan.mesh["fsdp"])
+    own //= plan.mesh["context"]
+    loops = (plan.description, plan.recipe.engine, plan.devices, plan.mesh, own)
+    head = work.head_products / (1 if plan.devices.fused else logit_chunks(*loops))
+    blocks = (work.products - work.head_products) * layers / plan.recipe.model.layers
     attention = work.all_scores * layers / plan.recipe.model.layers if plan.devices.keeps_scores else 0.0
     return tokens * (blocks + head + attention)

@@ -121,3 +121,10 @@ def device_of(reported: str) -> Device | None:
         if any(re.match(rf"{name}\b", reported) for name in device.reported):
             return device
     return None
+
+
+def ray_device(name: str) -> Device | None:
+    """The device that Ray calls so: H100, A100-40G, TPU-V6E, TPU-V5LITEPOD."""
+    plain = name.lower().removeprefix("tpu-").removesuffix("pod")
+    plain = re.sub(r"-([0-9]+)g$", r"-\1", plain)
+    return DEVICES.get(ALIASES.get(plain, plain))

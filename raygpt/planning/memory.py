@@ -16,6 +16,7 @@ from raygpt.engines.padding import padded_vocab
 from raygpt.models import Description, Parameter, describe
 
 TPU_LANES = 128  # of its vector unit: an array's last axis takes a multiple
+MUON_BYTES = {"jax": 12, "torch": 8}  # of each matrix's numbers; PyTorch's are at most this, by a measured peak
 LOGIT_BYTES = 10  # of a chunk without kernels: fp32, their exponentials, their gradient in 16 bits
 
 
@@ -51,7 +52,9 @@ def step_memory(
         return Memory(*state, gradients + summed, tokens * (kept + again), logits, gradients)
     copies = shards.gathered(devices.number_bytes)
     loss = Memory(*state, summed, tokens * kept, logits, copies)
-    backward = Memory(*state, gradients + summed, tokens * (kept + again), 0, copies) if again else loss
+    # A loop over layers has room for all gradients from its beginning; else they come one after another.
+    begun = gradients if devices.platform == "tpu" else 4 * shards.count(description.by_name[description.output_table])
+    backward = Memory(*state, begun + summed, tokens * (kept + again), 0, copies) if again else loss
     update = Memory(*state, gradients + summed, 0, 0, _update_bytes(recipe, description, shards))
     return max(loss, backward, update, key=lambda memory: memory.total)
 
@@ -99,7 +102,7 @@ class Kept:
     @classmethod
     def of(cls, recipe: Recipe, description: Description, devices: Devices, mesh: Mapping[str, int]) -> "Kept":
         """The stream before attention and MLP, and their norms; queries, keys, values and attention's result, before
-        and after norm and rotation, by XLA on a GPU also a copy of each; the MLP before and after its activation."""
+        and after their norm, by XLA on a GPU also a copy of each; the MLP before and after its activation."""
         model, sizes = recipe.model, description.sizes
         width, hidden = sizes["width"], sizes["hidden"] * (1 + model.has_gate)
         heads, kv_heads = (sizes[axis] * sizes["head"] for axis in ("heads", "kv_heads"))
@@ -107,18 +110,20 @@ class Kept:
         if devices.platform == "tpu":
             padded = -(-sizes["head"] // TPU_LANES) * TPU_LANES / sizes["head"]
             by_heads = (3 + padded) / 4 if devices.keeps_scores else padded  # XLA turns all but the result
-        turned = heads + kv_heads if model.qk_norm or model.position == "rope" else 0
+        turned = heads + kv_heads if model.qk_norm else 0  # a rotation's gradient needs no input
         # In units of activations: weights in their precision, and scores in fp32.
         scores = sizes["heads"] * model.context * (1 + 4 // devices.number_bytes) if devices.keeps_scores else 0
         cut = int(2 * by_heads * (heads + kv_heads)) + turned + hidden + sizes["hidden"] + scores
-        products = heads + 2 * kv_heads + hidden  # of the linear layers, before biases
+        # Of the linear layers, before biases; in the kernels' layout queries, keys and values are computed again.
+        products = hidden + (0 if devices.fused else heads + 2 * kv_heads)
+        masks = 2 * width // devices.number_bytes if model.dropout else 0  # a byte each
         inputs = 2 if devices.fused and not model.unlike_gpt2 else 1  # the stream; in GPT-2's kernels normed as well
         return cls(
             sizes["layer"],
-            4 * width + cut // mesh["tensor"],
+            (4 + model.x0_mixing) * width + masks + cut // mesh["tensor"],
             (2 + inputs) * width + products // mesh["tensor"],
             inputs * width,
-            2 * sizes["hidden"] // mesh["tensor"],
+            2 * sizes["hidden"] // mesh["tensor"] + 3 * model.value_embeddings * width,  # looked up, and for two layers
             devices.number_bytes,
         )
 
@@ -131,13 +136,27 @@ class Kept:
 
 def logits_bytes(description: Description, engine: str, devices: Devices, mesh: Mapping[str, int], tokens: int) -> int:
     """Of one chunk: kernels keep 16-bit logits, JAX's beside their gradient; elsewhere they are fp32."""
-    columns = description.sizes["vocabulary"] // mesh["tensor"]
-    in_place = devices.platform == "gpu" and (devices.fused or engine == "torch")
-    limit = IN_PLACE_LOGITS if in_place else chunk_logits(columns, on_cpu=devices.platform == "cpu")
-    chunk = tokens * columns // chunk_count(tokens, columns, limit)
-    return chunk * (
-        (2 * devices.number_bytes if engine == "jax" else devices.number_bytes) if in_place else LOGIT_BYTES
-    )
+    chunk = tokens * columns(description, mesh) // logit_chunks(description, engine, devices, mesh, tokens)
+    if not _in_place(engine, devices):
+        return chunk * LOGIT_BYTES
+    return chunk * devices.number_bytes * (2 if engine == "jax" else 1)
+
+
+def logit_chunks(description: Description, engine: str, devices: Devices, mesh: Mapping[str, int], tokens: int) -> int:
+    """Into how many chunks an engine cuts so many tokens."""
+    wide = columns(description, mesh)
+    limit = IN_PLACE_LOGITS if _in_place(engine, devices) else chunk_logits(wide, on_cpu=devices.platform == "cpu")
+    return chunk_count(tokens, wide, limit)
+
+
+def columns(description: Description, mesh: Mapping[str, int]) -> int:
+    """Logits of a token on a device."""
+    return description.sizes["vocabulary"] // mesh["tensor"]
+
+
+def _in_place(engine: str, devices: Devices) -> bool:
+    """Whether a kernel turns logits into their gradient."""
+    return devices.platform == "gpu" and (devices.fused or engine == "torch")
 
 
 def _slots(parameter: Parameter, recipe: Recipe) -> int:
@@ -146,7 +165,7 @@ def _slots(parameter: Parameter, recipe: Recipe) -> int:
 
 
 def _update_bytes(recipe: Recipe, description: Description, shards: Shards) -> int:
-    """What Muon needs while it makes matrices orthogonal: directions in fp32, and four 16-bit copies of them."""
+    """What Muon needs while it makes matrices orthogonal: directions in fp32, and 16-bit copies of them."""
     if recipe.optimizer.kind != "muon":
         return 0
-    return 12 * sum(shards.count(p) for p in description.parameters if p.role == "matrix")
+    return MUON_BYTES[recipe.engine] * sum(shards.count(p) for p in description.parameters if p.role == "matrix")

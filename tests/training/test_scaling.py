@@ -110,9 +110,8 @@ def test_a_model_that_fits_on_no_node_is_refused_and_one_that_does_requests_its_
         monkeypatch.setattr(memory, name, instead)
     workers = scaling.Workers(check_part("cluster", {"workers": 2}), "cpu")
     large = load_recipe("tiny", {"model.width": 100_000, "cluster.workers": 2})
-    with pytest.raises(RaygptError, match=r"^model: it needs 8\.7 TiB on a device .*, but each of the 2 devices has 8"):
+    with pytest.raises(RaygptError, match=r"^model: it needs 7\.0 TiB on a device .*, but each of the 2 devices has 8"):
         memory.request_memory(workers, large, vocab=4096)
-    assert memory.request_memory(scaling.Workers(workers.cluster, "gpu"), large, vocab=4096).memory == PROCESS_BYTES
     gpt2 = load_recipe("tiny", {"model.preset": "gpt2", "cluster.workers": 2})
     devices = cpu_devices(gpt2, 2, 2, 2, 16 * 2**30)
     asked = memory.request_memory(workers, gpt2, vocab=50257).resources["memory"]
@@ -143,6 +142,24 @@ def test_runs_on_local_clusters_that_start_together_do_not_count_the_same_memory
     )
     with memory.reserved(scaling.Workers(check_part("cluster", {}), "gpu")):
         assert not mine.exists()  # GPUs have memory of their own
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_refused"),
+    [(["T4"], True), (["T4", "TPU-V5LITEPOD"], True), ([], False), (["A_NEW_KIND"], False), (["T4", "H200"], False)],
+)
+def test_a_model_that_fits_on_no_accelerator_of_the_cluster_is_refused_before_workers_start(
+    kinds, is_refused, monkeypatch
+):
+    nodes = [{"Resources": {"GPU": 1.0, f"accelerator_type:{kind}": 1.0}} for kind in kinds]
+    monkeypatch.setattr(memory, "alive_nodes", lambda: nodes)
+    xl = load_recipe("tiny", {"model.preset": "gpt2-xl", "model.context": 1024, "training.batch_tokens": 4096})
+    workers = scaling.Workers(xl.cluster, "gpu")
+    if is_refused:
+        with pytest.raises(RaygptError, match=r"^model: it needs 3[0-9]\.[0-9] GiB on a device .*, but the device has"):
+            memory.request_memory(workers, xl, vocab=50257)
+    else:
+        assert memory.request_memory(workers, xl, vocab=50257) == workers
 
 
 def test_the_memory_of_other_nodes_is_looked_at_there(ray_cluster, monkeypatch):

@@ -84,7 +84,8 @@ def compile_step(recipe: Recipe, vocab: int, accumulation: int, devices: Any = N
     with tempfile.TemporaryDirectory() as folder:
         # Written by the compiler: `as_text` of some programs for TPUs fails.
         program = engine.lower_step().compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
-        text = next(Path(folder).glob("*after_optimizations.txt")).read_text()
+        texts = [file.read_text() for file in Path(folder).glob("*after_optimizations.txt")]
+        text = max(texts, key=len, default="")  # beside that of small programs, which it may need for itself
     memory, cost = program.memory_analysis(), program.cost_analysis() or {}
     new = memory.output_size_in_bytes - memory.alias_size_in_bytes  # what does not overwrite the old state
     return CompiledStep(

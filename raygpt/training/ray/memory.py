@@ -3,7 +3,8 @@
 Ray limits the memory of a node, not of a run: when a run takes too much, workers of any run on that node are killed.
 With a request for each worker a run that does not fit beside the others waits, or is refused, before it starts. Local
 clusters do not know of each other, so runs on them also write down what they need, each in a file of its own. GPUs
-and TPUs have memory of their own, which the workers look at before they create a model.
+and TPUs have memory of their own: a model that is too large for every kind of the cluster is refused, and the workers
+look at what they really have before they create it.
 """
 
 import contextlib
@@ -21,16 +22,20 @@ from raygpt.config import Recipe
 from raygpt.errors import RaygptError
 from raygpt.formatting import size
 from raygpt.host import cores, host_memory, memory_for_work
-from raygpt.planning.split import cpu_devices, worker_bytes
+from raygpt.planning.devices import ray_device
+from raygpt.planning.split import cpu_devices, split_batch, worker_bytes
+from raygpt.planning.target import Target, devices_on
 from raygpt.training.ray.scaling import Workers, alive_nodes, is_our_own, on_node
 
 Host = tuple[int, int]  # its cores, and the bytes that workers may use
 ANSWER_S = 60.0
+ACCELERATOR = "accelerator_type:"  # before the kind of a node's GPUs or TPUs, among Ray's resources
 
 
 def request_memory(workers: Workers, recipe: Recipe, vocab: int) -> Workers:
     """The workers with the memory that a recipe needs on the cluster's CPUs; refuses a model that fits on no node."""
     if workers.accelerator != "cpu":
+        _refuse_too_large(workers, recipe, vocab)
         return workers
     needs, refusal = [], None
     for (cores_, memory), beside in _hosts(workers).items():
@@ -42,6 +47,28 @@ def request_memory(workers: Workers, recipe: Recipe, vocab: int) -> Workers:
     if refusal and not needs:
         raise refusal
     return replace(workers, memory=max(needs)) if needs else workers
+
+
+def _refuse_too_large(workers: Workers, recipe: Recipe, vocab: int) -> None:
+    """Refuse a model that fits on none of the cluster's accelerators, as far as their kinds are known."""
+    kinds = {name for node in alive_nodes() for name in node["Resources"] if name.startswith(ACCELERATOR)}
+    devices = [ray_device(name.removeprefix(ACCELERATOR)) for name in sorted(kinds)]
+    count = int(workers.cluster.max_workers * workers.resources.get(workers.accelerator.upper(), 1))
+    refusal = None
+    for device in devices:
+        if device is None:
+            return
+        try:
+            recipe.cluster.mesh.over(count)
+        except RaygptError:
+            return  # an elastic run may begin with fewer workers, which then say so
+        try:
+            split_batch(recipe, vocab, devices_on(recipe, Target(device, count)))
+            return
+        except RaygptError as error:
+            refusal = error
+    if refusal:
+        raise refusal
 
 
 def _hosts(workers: Workers) -> dict[Host, int]:
