@@ -31,8 +31,8 @@ def test_bad_input_is_one_line(raygpt, words, line):
 def test_a_sweep_through_ray_answers_and_leaves_ordinary_runs(ray_cluster, raygpt, trained_run, tmp_path):
     tokens = trained_run("jax").parent / "tokens"
     small = "model.layers=1 model.heads=2 model.width=16 model.context=32 training.batch_tokens=128 training.steps=100"
-    words = f"sweep tiny optimizer.learning_rate=1e30,0.02,0.04 {small} data.tokenizer=bytes data.source={tokens}"
-    status, out, err = raygpt(*words.split(), "--json")
+    words = f"sweep gpt2-tiny optimizer.learning_rate=1e30,0.02,0.04 {small} data.tokenizer=bytes data.source={tokens}"
+    status, out, err = raygpt(*words.split(), "schedule.warmup_steps=0", "run.name=tiny-sweep", "--json")
     assert status == 0, err
     answer = json.loads(out)
     assert answer["best"]["optimizer.learning_rate"] in (0.02, 0.04)

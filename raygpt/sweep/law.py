@@ -33,7 +33,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A law: its terms E, A, a, B, b, the same of each sample, and the relative deviation of rungs from it."""
+    """A law: its terms E, A, a, B, b, the same of each sample, and how far losses are from it, relatively."""
 
     terms: dict[str, float]
     samples: list[list[float]]
@@ -49,7 +49,8 @@ def fit_law(rungs: Sequence[Measured], count: int = SAMPLES) -> Fitted:
     whole = _fit(sizes, tokens, losses, middle, (POWER, POWER))
     residuals = np.log(losses) - np.log(_losses(whole, sizes, tokens, middle))
     freedom = max(LEAST_FREEDOM, len(rungs) - 4.0)  # of five terms, the two powers are half assumed
-    noise = max(USUAL_NOISE, float(np.sqrt((residuals**2).sum() / freedom)))
+    scatter = float(np.sqrt((residuals**2).sum() / freedom))
+    noise = max(USUAL_NOISE, scatter, _misses(sizes, tokens, losses, middle, whole))
     random = np.random.default_rng(0)
     samples = []
     for _ in range(count):
@@ -58,6 +59,17 @@ def fit_law(rungs: Sequence[Measured], count: int = SAMPLES) -> Fitted:
         found = _fit(sizes[drawn], tokens[drawn], losses[drawn], middle, (powers[0], powers[1]), whole)
         samples.append(_terms(found, middle))
     return Fitted(dict(zip(TERMS, _terms(whole, middle), strict=True)), samples, noise)
+
+
+def _misses(sizes: Array, tokens: Array, losses: Array, middle: "_Scale", whole: Array) -> float:
+    """How far the law is off, relatively, where it has to predict a rung: the largest, and the longest, from the
+    others. Residuals are smaller where there are hardly more rungs than terms."""
+    errors = []
+    for out in {int(np.argmax(sizes * tokens**0.01)), int(np.argmax(tokens * sizes**0.01))}:
+        rest = np.arange(len(sizes)) != out
+        found = _fit(sizes[rest], tokens[rest], losses[rest], middle, (POWER, POWER), whole)
+        errors.append(float(_losses(found, sizes[[out]], tokens[[out]], middle)[0] / losses[out]) - 1)
+    return float(np.sqrt(np.mean(np.square(errors))))
 
 
 @dataclass(frozen=True)
