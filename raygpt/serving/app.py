@@ -30,7 +30,7 @@ from raygpt.serving.texts import Piece, Request
 
 RETRY_AFTER_S = 1
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]", "testserver")
-ASSETS = {"": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
+ASSETS = {"": "text/html", **dict.fromkeys(("page.js", "models.js"), "text/javascript"), "page.css": "text/css"}
 
 
 class Backend(Protocol):

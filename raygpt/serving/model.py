@@ -115,15 +115,16 @@ class RunModel:
     def _follow(self) -> None:
         """Load every new checkpoint. The one before stays for as long as a text is written by it."""
         while not self._closing.wait(self.options.poll_s):
-            run = open_run(self.options.folder)
-            newest = run.steps[-1] if run.steps else self._batch.served.step
-            if newest <= self._batch.served.step:
-                continue
             try:
-                found = read(run, newest)
-            except RaygptError:  # damaged, or deleted since
+                self._load_newer()
+            except RaygptError:  # storage that does not answer, a checkpoint that was deleted since: at the next look
                 continue
-            self._batch.served = Served(newest, self._loaded.reader.load(found.parameters))
+
+    def _load_newer(self) -> None:
+        run = open_run(self.options.folder)
+        if run.steps and run.steps[-1] > self._batch.served.step:
+            found = read(run, run.steps[-1])
+            self._batch.served = Served(run.steps[-1], self._loaded.reader.load(found.parameters))
 
 
 def _wait_for_first(run: OpenRun, options: Options) -> LoadedModel:
