@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from raygpt import storage
 from raygpt.config import Data
+from raygpt.corpus.index import INDEX, Index
 from raygpt.corpus.mixture import is_prepared, open_prepared
 from raygpt.corpus.sources import is_path, resolve
-from raygpt.corpus.store import INDEX, STORES, Index
+from raygpt.corpus.store import STORES
 from raygpt.errors import RaygptError
 
 VOCABULARIES = {"gpt2": 50257, "bytes": 257, "char": 100}  # char: as many as an English text with some foreign letters
