@@ -18,7 +18,8 @@ GIB = 2**30
 def gpt2(rows=32, **changes):
     """GPT-2 small, `rows` of 1024 tokens a batch."""
     return load_recipe(
-        "gpt2-124m-openwebtext", {"training.batch_tokens": rows * 1024, "training.steps": 1000, **changes}
+        "gpt2-124m",
+        {"training.batch_tokens": rows * 1024, "training.steps": 1000, "schedule.warmup_steps": 0, **changes},
     )
 
 
