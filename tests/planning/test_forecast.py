@@ -9,6 +9,8 @@ from dataclasses import asdict
 import pytest
 
 from raygpt.cli import main
+from raygpt.corpus.extents import Extent
+from raygpt.corpus.index import Index
 from raygpt.errors import RaygptError
 from raygpt.planning.forecast import forecast
 from raygpt.planning.search import fastest, helpful_changes
@@ -69,6 +71,17 @@ def test_a_corpus_that_is_not_prepared_is_assumed_and_said(tmp_path):
     got = planned("gpt2-124m", "h200", tmp_path, **{"data.source": str(text), "data.val": 0.1, "data.split": "tail"})
     assert (got.corpus.train_tokens, got.corpus.val_tokens) == (9_000, 1_000)
     assert got.corpus.assumed[0].endswith("a vocabulary of 50,257 and 10,000 tokens by its size are assumed")
+
+
+def test_a_prepared_corpus_is_found_beside_the_runs(tmp_path):
+    extents = {"train": (Extent("train-0", 0, 900_000),), "val": (Extent("val-0", 0, 50_000),)}
+    index = Index("f", "stdlib", "t", 4000, 3999, "<u2", 10, 3_000_000, **extents)
+    (tmp_path / "stores" / "stdlib-1").mkdir(parents=True)
+    index.write(str(tmp_path / "stores" / "stdlib-1"))
+    got = planned("tiny", "h200", tmp_path)
+    assert (got.corpus.vocab, got.corpus.train_tokens, got.corpus.val_tokens) == (4000, 900_000, 50_000)
+    assert not got.corpus.assumed
+    assert planned("tiny", "h200", tmp_path, **{"data.tokenizer": "bytes"}).corpus.assumed  # made by another tokenizer
 
 
 def test_epochs_of_an_unknown_corpus_are_refused(tmp_path):
