@@ -193,20 +193,19 @@ class CachedShards:
 
     def _checksums(self, shard: int) -> Checksums:
         """The checksums of a shard's blocks, from its head, which is cached like a block."""
-        if shard not in self._heads:
+        known = self._heads.get(shard)
+        if known is None:
             head = Block(self.index.fingerprint, shard, -1)
-            raw = self.cache.read(head, 0, BLOCK)
             try:
-                sums = self._requests.unpack(shard, raw or b"")
+                known = self._requests.unpack(shard, self.cache.read(head, 0, BLOCK) or b"")
             except RaygptError:  # not here, or damaged
                 self.cache.remove(head)
                 raw = self._requests.head(shard)
-                sums = self._requests.unpack(shard, raw)
+                known = self._requests.unpack(shard, raw)
                 self.cache.add({head: raw}, now())
-            if len(self._heads) >= HEADS:
-                self._heads = {}
-            self._heads[shard] = sums
-        return self._heads[shard]
+            kept = self._heads if len(self._heads) < HEADS else {}
+            self._heads = {**kept, shard: known}  # replaced, not changed: other threads read it
+        return known
 
     def ranges(self, group: Group, context: int) -> list[BlockRange]:
         """The blocks of a group's windows, without repeats: neighbours may share a block."""

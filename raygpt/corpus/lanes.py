@@ -65,14 +65,19 @@ class LaneOrder:
         self._epochs: dict[int, Epoch] = {}
 
     def epoch(self, number: int) -> Epoch:
-        """A million shards take 0.3 s to order, so this epoch's order is kept, and the next one's."""
-        if number not in self._epochs:
-            self._epochs = {n: order for n, order in self._epochs.items() if abs(n - number) == 1}
+        """A million shards take 0.3 s to order, so this epoch's order is kept, and the next one's.
+
+        Training and the thread that reads ahead share them, so the dictionary is replaced, never changed.
+        """
+        known = self._epochs.get(number)
+        if known is None:
             keys = keyed(self._seed, number, self._stream, SHARDS, np.arange(len(self.windows)))
             shards = np.argsort(keys, kind="stable")
             ends = np.cumsum(self.windows[shards])
-            self._epochs[number] = Epoch(shards, ends, ends[group_ends(len(shards), self.group) - 1])
-        return self._epochs[number]
+            known = Epoch(shards, ends, ends[group_ends(len(shards), self.group) - 1])
+            near = {n: order for n, order in self._epochs.items() if abs(n - number) == 1}
+            self._epochs = {**near, number: known}
+        return known
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers]:
         """(shard, window in it) at each position of the endless order."""

@@ -87,6 +87,7 @@ def test_every_window_comes_once_per_epoch_and_none_reaches_over_a_shards_end(or
     assert (starts + order.context + 1 <= ends[shard]).all()
 
 
+@settings(max_examples=20)
 @given(order=scattered(streams=2), chosen=st.data())
 def test_a_position_is_a_pure_function(order: Order, chosen: st.DataObject) -> None:
     positions = chosen.draw(st.lists(st.integers(0, 10**6), min_size=1, max_size=30))
@@ -155,14 +156,13 @@ def test_groups_double_up_to_their_size(shards: int, group: int, ends: list[int]
     assert group_ends(shards, group).tolist() == ends
 
 
-@settings(max_examples=20)
-@given(order=scattered(streams=3), block=st.integers(0, 1000))
-def test_a_mixtures_weights_hold_in_every_block_of_batches(order: Order, block: int) -> None:
-    batches = -(-10_000 // order.rows)
-    size = batches * order.rows
+@pytest.mark.parametrize(("rows", "block"), [(1, 0), (7, 3), (480, 1000), (20_000, 5)])
+def test_a_mixtures_weights_hold_in_every_block_of_batches(rows: int, block: int) -> None:
+    buckets, weights = Buckets(np.full(12, 9000), 4), (0.5, 0.37, 0.13)
+    order = Order("shuffled", 1, 4, (108_000,) * 3, weights, rows, (buckets, None, buckets))
+    size = -(-10_000 // rows) * rows
     streams, _ = order.starts(np.arange(size) + block * size)
-    shares = np.bincount(streams, minlength=3) / size
-    assert shares == pytest.approx(np.array(order.weights) / sum(order.weights), abs=1 / size)
+    assert np.bincount(streams, minlength=3) / size == pytest.approx(np.array(weights), abs=1 / size)
 
 
 @pytest.mark.parametrize("rows", [7, 480])
