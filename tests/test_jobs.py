@@ -53,7 +53,7 @@ class Client:
         shipped = Path(job["runtime_env"]["working_dir"])
         code = Path(*job["runtime_env"]["py_modules"])
         self.sent.append({**job, "recipe": (shipped / "recipe.yaml").read_text(), "code": code.name})
-        assert (code / "cli.py").exists()
+        assert (code / "cli" / "app.py").exists()
         self.jobs.append(details(job["submission_id"], JobStatus.PENDING, job["metadata"]))
 
 

@@ -1,0 +1,254 @@
+"""Verbs before a run: what it will take, which values to choose, its text."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from raygpt.cli.app import UNKNOWN_AS_KEYS, Json, app, data_app, print_json
+from raygpt.errors import RaygptError
+
+if TYPE_CHECKING:
+    from raygpt.config import Data
+
+
+@app.command(context_settings=UNKNOWN_AS_KEYS)
+def plan(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What to change in it, as for train.")
+    ] = None,
+    on: Annotated[
+        str,
+        typer.Option(
+            metavar="TARGET", help="here, h200, 8xh100, 4x8xa100-80 (nodes × GPUs), v6e:4x4, 2*v5p:4x4x4 (slices)."
+        ),
+    ] = "here",
+    price: Annotated[float | None, typer.Option(min=0, help="Per device and hour, to say what the run costs.")] = None,
+    peak: Annotated[
+        float | None, typer.Option(min=0, metavar="TFLOPS", help="bf16 peak of a device that is not in the table.")
+    ] = None,
+    memory: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="Its memory.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(min=0, metavar="GB/S", help="Of that memory.")] = None,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Ask the compiler too: of a TPU slice, or of this machine's devices.")
+    ] = False,
+    find: Annotated[
+        bool, typer.Option("--find", help="Search mesh, remat and accumulation for the fastest, and write the recipe.")
+    ] = False,
+    out: Annotated[str, typer.Option(metavar="FILE", help="Where --find writes it.")] = "NAME-found.yaml",
+    svg: Annotated[str | None, typer.Option(metavar="FILE", help="Also draw memory and time by kind.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say before a run whether it fits, how long it takes, what it costs, and which loss to expect."""
+    from raygpt.planning.compiler import ask_compiler
+    from raygpt.planning.forecast import forecast
+    from raygpt.planning.search import fastest, helpful_changes
+    from raygpt.planning.target import parse_target
+    from raygpt.recipes import load_recipe
+    from raygpt.show import console, planning
+
+    loaded, target = load_recipe(recipe, overrides or [], console.note), parse_target(on, peak, memory, bandwidth)
+    found = forecast(loaded, target)
+    if find:
+        best = fastest(found.recipe, target, found.corpus)
+        file = best.write(out.replace("NAME", str(loaded.run.name)))
+        found = best.forecast
+    changes = helpful_changes(found)
+    answer = ask_compiler(found) if compile_ else None
+    if svg:
+        planning.write_picture(svg, found.as_dict(price))
+    if as_json:
+        others = [{"keys": dict(change.keys), **change.forecast.as_dict(price)} for change in changes]
+        print_json(
+            {
+                **found.as_dict(price),
+                "changes": others,
+                **({"written": file} if find else {}),
+                **({"compiled": answer.as_dict()} if answer else {}),
+            }
+        )
+        return
+    if find:
+        planning.show_found(best, file)
+    planning.show_forecast(found, price, changes)
+    if answer:
+        planning.show_compiled(answer)
+
+
+@app.command(context_settings=UNKNOWN_AS_KEYS)
+def sweep(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a YAML file.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY=VALUES",
+            help="What to try, e.g. optimizer.learning_rate=1e-3,2e-3 or log:1e-3..1e-1; one value is an override.",
+        ),
+    ],
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Train every trial to its end, not only the best quarter.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Find the best values of a recipe's keys: train trials, stop the hopeless ones early, and fit the optimum."""
+    from raygpt import storage
+    from raygpt.show import console, data
+    from raygpt.show import sweep as shown
+    from raygpt.show.sweep_page import sweep_page
+    from raygpt.sweep import grid
+    from raygpt.sweep.runner import prepare_corpus
+    from raygpt.sweep.values import divide
+    from raygpt.training import prepared
+    from raygpt.training.ray import launch
+
+    axes, overrides = divide(words)
+    if not axes:
+        raise RaygptError("sweep: there is nothing to try; write e.g. optimizer.learning_rate=1e-3,2e-3,4e-3")
+    base = grid.base_of(recipe, overrides, "sweep")
+    grid.check_values(recipe, overrides, axes)
+    prepared.check(base)
+    with launch.on_cluster(base):
+        with data.preparing() as progress:
+            corpus = prepare_corpus(base, progress)
+        planned = grid.plan_sweep(recipe, overrides, axes, corpus.windows, whole)
+        grid.claim(planned.folder, grid.definition_of(planned))
+        with shown.running(planned.folder, base, as_json) as runs:
+            if not as_json:
+                shown.show_plan(planned, runs.at_once)
+            answer = grid.run_sweep(planned, runs, console.note)
+    grid.write_answer(planned, answer)
+    page = storage.join(planned.folder, "sweep.html")
+    storage.write_bytes(page, sweep_page(planned, answer).encode())
+    if as_json:
+        print_json(grid.as_dict(answer))
+    else:
+        shown.show_answer(planned, answer, page)
+
+
+@app.command(context_settings=UNKNOWN_AS_KEYS)
+def scaling(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What to change in it, as for train.")
+    ] = None,
+    share: Annotated[
+        float, typer.Option(min=0, max=1, help="How much of the run's compute the small models may take.")
+    ] = 0.1,
+    as_json: Json = False,
+) -> None:
+    """Predict a run's loss: train small models of its family, and fit a law in parameters and tokens."""
+    from raygpt import storage
+    from raygpt.show import data
+    from raygpt.show import scaling as shown
+    from raygpt.show.scaling_page import scaling_page
+    from raygpt.show.sweep import running
+    from raygpt.sweep import scaling as ladders
+    from raygpt.sweep.grid import base_of
+    from raygpt.sweep.ladder import check_length
+    from raygpt.sweep.runner import prepare_corpus
+    from raygpt.training import prepared
+    from raygpt.training.plan import in_steps
+    from raygpt.training.ray import launch
+
+    base = base_of(recipe, overrides or [], "scaling")
+    check_length(base)
+    prepared.check(base)
+    with launch.on_cluster(base):
+        with data.preparing() as progress:
+            corpus = prepare_corpus(base, progress)
+        in_full = in_steps(base, corpus.windows(base.model.context))
+        ladder = ladders.plan_ladder(in_full, corpus.tokenizer.vocab, share)
+        ladders.claim_ladder(ladder)
+        with running(ladder.folder, base, as_json) as runs:
+            if not as_json:
+                shown.show_plan(ladder, runs.at_once)
+            answer = ladders.run_ladder(ladder, runs)
+    ladders.write_law(ladder, answer)
+    page = storage.join(ladder.folder, "scaling.html")
+    storage.write_bytes(page, scaling_page(ladder, answer).encode())
+    if as_json:
+        print_json(ladders.as_dict(ladder, answer))
+    else:
+        shown.show_answer(ladder, answer, page)
+
+
+@app.command()
+def prepare(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="stdlib, a file, folder or glob, hf:OWNER/NAME, or a known name, e.g. wikitext-103."
+        ),
+    ],
+    out: Annotated[str, typer.Option(help="Folder or s3:// address of the token store.")],
+    tokenizer: Annotated[str, typer.Option(help="gpt2, bytes, char, bpe:N, or where one is saved.")] = "gpt2",
+    val: Annotated[str, typer.Option(help="Fraction held out for validation, or a separate source.")] = "0.05",
+    split: Annotated[
+        str, typer.Option(help="How the fraction is held out: documents, tail or huggingface.")
+    ] = "documents",
+    split_seed: Annotated[int, typer.Option(help="Decides which documents are held out.")] = 2357,
+    column: Annotated[str, typer.Option(help="The field of jsonl and parquet that holds the text.")] = "text",
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", help="Read only the first N rows: lines of text, rows of a table.")
+    ] = None,
+    scatter: Annotated[
+        bool | None,
+        typer.Option("--scatter/--no-scatter", help="Spread documents over shards at random; by default from 1 GB up."),
+    ] = None,
+    dedup: Annotated[
+        str | None, typer.Option(metavar="exact", help="Remove copies of documents; also scatters.")
+    ] = None,
+    nanogpt: Annotated[bool, typer.Option("--nanogpt", help="Also write nanoGPT's train.bin and val.bin.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Turn text into a token store; if it is killed, the same command continues."""
+    from raygpt.corpus.nanogpt import write_nanogpt
+    from raygpt.corpus.prepare import prepare as run
+    from raygpt.recipes import check_part
+    from raygpt.show.data import preparing, show_prepared
+
+    if not out:
+        raise RaygptError("--out: is empty; write a new folder for the token store, e.g. --out store")
+    keys: dict[str, Any] = {"source": source, "tokenizer": tokenizer, "val": val}
+    keys |= {"split": split, "split_seed": split_seed, "column": column, "limit": limit}
+    keys |= {"scatter": scatter, "dedup": dedup}
+    data: Data = check_part("data", keys)
+    with preparing() as watch:
+        store = run(
+            source,
+            out,
+            data.tokenizer,
+            val=data.val,
+            split=data.split,
+            split_seed=data.split_seed,
+            column=data.column,
+            limit=data.limit,
+            scatter=data.scatter,
+            dedup=data.dedup,
+            watch=watch,
+        )
+    if nanogpt:
+        write_nanogpt(store)
+    if as_json:
+        print_json(store.index.summary() | {"folder": store.folder})
+    else:
+        show_prepared(store)
+
+
+@data_app.command("show")
+def data_show(
+    what: Annotated[str, typer.Argument(metavar="SOURCE|DIR", help="A source of text, or a token store.")],
+    rows: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 3,
+    column: Annotated[str, typer.Option(help="The field of jsonl and parquet that holds the text.")] = "text",
+    tokenizer: Annotated[str, typer.Option(help="What nanoGPT's train.bin and val.bin were made with.")] = "gpt2",
+    as_json: Json = False,
+) -> None:
+    """Print schema and raw rows of a source, or header, counts and decoded rows of a store."""
+    from raygpt.corpus import look
+    from raygpt.show import data
+
+    shown = look.look(what, rows=rows, column=column, tokenizer=tokenizer)
+    if as_json:
+        print_json(shown)
+    else:
+        data.show_data(shown)

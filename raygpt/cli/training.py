@@ -1,0 +1,223 @@
+"""Verbs that train, here or on a cluster, and what runs there."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raygpt.cli.app import UNKNOWN_AS_KEYS, Json, OnCluster, app, print_json
+from raygpt.errors import RaygptError
+
+if TYPE_CHECKING:
+    from raygpt.jobs import Job, JobServer
+
+
+@app.command(context_settings=UNKNOWN_AS_KEYS)
+def train(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A name that `raygpt recipes` lists, or a YAML file.")
+    ] = "tiny",
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="What to change in it, e.g. training.steps=500; `raygpt recipes keys` lists them all.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Resume a run although the recipe has changed.")] = False,
+    profile: Annotated[
+        str | None, typer.Option(metavar="FIRST:LAST", help="Trace these steps, e.g. 20:25, for ui.perfetto.dev.")
+    ] = None,
+    unattended: Annotated[
+        bool,
+        typer.Option(
+            "--unattended",
+            help="For jobs that a scheduler restarts: wait for nodes and for a dead driver's lock; "
+            "`raygpt stop` ends them with status 0.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model: prepare its corpus if needed, then run the recipe, or resume its run."""
+    from raygpt.recipes import load_recipe
+    from raygpt.show import console, data, training
+    from raygpt.training.prepared import check
+    from raygpt.training.profiling import parse_steps
+    from raygpt.training.ray import launch
+
+    loaded = load_recipe(recipe, overrides or [], console.note)
+    traced = parse_steps(profile) if profile else None
+    check(loaded, force)
+    with launch.on_cluster(loaded):
+        with data.preparing() as progress:
+            run = launch.prepare_run(loaded, progress, force)
+        if as_json:
+            result = launch.train(run, training.show_message, traced, unattended)
+            outcome = {"path": result.path, "metrics": result.metrics, "stopped": result.stopped}
+            print_json({**outcome, "plan": run.plan.as_dict()})
+        elif run.is_finished:
+            result = launch.train(run)
+            training.show_finished(run)
+        else:
+            training.show_plan(run)
+            with training.live_progress(run.plan.steps) as watch:
+                result = launch.train(run, watch, traced, unattended)
+            if result.stopped is not None:
+                training.show_stopped(result)
+            elif not result.error:
+                training.show_result(result, watch.events)
+    if result.error:
+        raise result.error
+    if result.stopped is not None:
+        is_wanted = unattended and not result.by_signal  # a scheduler must not start again what `raygpt stop` ended
+        raise typer.Exit(0 if is_wanted else 130)  # 130 as after any Ctrl-C: the run is not finished
+
+
+@app.command(context_settings=UNKNOWN_AS_KEYS)
+def submit(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a YAML file.")],
+    cluster: Annotated[str, typer.Option(metavar="ADDRESS", help="The cluster's dashboard, e.g. http://head:8265.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What to change in it, as for train.")
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Do not follow the run.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train on a Ray cluster: send the recipe and this raygpt to its job server, and follow the run."""
+    from dataclasses import asdict
+
+    from raygpt.jobs import JobServer
+    from raygpt.recipes import load_recipe
+    from raygpt.show import results
+
+    loaded = load_recipe(recipe, overrides or [])
+    server = JobServer(cluster)
+    job = server.submit(loaded)
+    if as_json:
+        print_json(asdict(job))
+    else:
+        results.show_submitted(job, server.address)
+        if not detach:
+            _follow(server, job)
+
+
+@app.command()
+def logs(
+    run: Annotated[str, typer.Argument(metavar="NAME", help="A run that was submitted, by its name or job.")],
+    cluster: Annotated[str, typer.Option(metavar="ADDRESS", help="The cluster's dashboard, e.g. http://head:8265.")],
+    follow: Annotated[bool, typer.Option(help="Stay until the run ends; Ctrl-C leaves it running.")] = True,
+) -> None:
+    """Print what a submitted run prints, from its beginning, and follow it."""
+    from raygpt.jobs import JobServer
+
+    server = JobServer(cluster)
+    job = server.find(run)
+    if follow:
+        _follow(server, job)
+    else:
+        print(server.logs(job), end="")
+
+
+def _follow(server: "JobServer", job: "Job") -> None:
+    """Print what a run prints until it ends; Ctrl-C leaves it running."""
+    from raygpt.show import results
+
+    try:
+        status = server.follow(job, lambda text: print(text, end="", flush=True))
+    except KeyboardInterrupt:
+        results.show_left_running(job, server.address)
+        return
+    if status != "SUCCEEDED":
+        raise RaygptError(f"job {job.id} is {status}; the same command resumes the run")
+
+
+@app.command()
+def stop(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run that is being trained: its directory or name.")],
+    cluster: OnCluster = None,
+) -> None:
+    """Ask a run to save and stop, from anywhere that sees its directory or its cluster."""
+    from raygpt.runs import find_folder
+    from raygpt.training.stopping import ask_to_stop
+
+    if cluster:
+        from raygpt.jobs import JobServer
+
+        server = JobServer(cluster)
+        job = server.find(run)
+        server.stop(job)
+        print(f"asked job {job.id} to stop; it saves first")
+        return
+    driver = ask_to_stop(find_folder(run))
+    print(f"asked {driver} to stop; it saves after one of its next steps")
+
+
+@app.command()
+def deploy(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What to change in it, as for train.")
+    ] = None,
+    target: Annotated[
+        str, typer.Option(help="kubernetes (any, with KubeRay), gke, eks, aks, or slurm.")
+    ] = "kubernetes",
+    out: Annotated[str, typer.Option(metavar="DIR", help="Where to write the files.")] = "deploy-NAME",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Explain each block, and write nothing.")] = False,
+    image: Annotated[str, typer.Option(help="Of the pods; a Dockerfile for it is written.")] = "raygpt:latest",
+    namespace: Annotated[str | None, typer.Option(help="Of Kubernetes; by default that of kubectl.")] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="Workers on spot machines; the head never.")] = False,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a pod or node.")] = 1,
+    cpus: Annotated[int | None, typer.Option(min=1, help="CPUs of a pod or node (default: 8 for each GPU).")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of a pod, e.g. 64Gi (default: 32Gi for each GPU).")] = None,
+    prepare_nodes: Annotated[int, typer.Option(min=0, help="CPU-only nodes, at most, while text is tokenised.")] = 0,
+    volume: Annotated[
+        str | None, typer.Option(metavar="CLAIM", help="A volume claim that all pods mount at /storage.")
+    ] = None,
+    volume_size: Annotated[str | None, typer.Option(help="Make that claim, with so much space, e.g. 500Gi.")] = None,
+    secret: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A Secret whose keys become variables; may be given again.")
+    ] = None,
+    service_account: Annotated[str | None, typer.Option(metavar="NAME", help="Of the pods, e.g. for S3.")] = None,
+    node_selector: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Label of the workers' nodes; may be given again.")
+    ] = None,
+    retries: Annotated[int, typer.Option(min=0, help="How often a failed job is started again, and resumes.")] = 5,
+    time: Annotated[str, typer.Option(help="Of a slurm job before it is requeued.")] = "24:00:00",
+    as_json: Json = False,
+) -> None:
+    """Write what runs a recipe on a cluster: a RayJob for KubeRay and a Dockerfile, or a batch script for slurm."""
+    from raygpt.deploy import files
+    from raygpt.deploy.deployment import Options, parse_selector, plan_deployment
+    from raygpt.recipes import load_recipe
+    from raygpt.show import results
+
+    options = Options(
+        target,
+        image=image,
+        namespace=namespace,
+        spot=spot,
+        gpus_per_node=gpus_per_node,
+        cpus=cpus,
+        memory=memory,
+        prepare_nodes=prepare_nodes,
+        volume=volume,
+        volume_size=volume_size,
+        secrets=tuple(secret or ()),
+        service_account=service_account,
+        node_selector=parse_selector(node_selector or []),
+        retries=retries,
+        time=time,
+    )
+    deployment = plan_deployment(load_recipe(recipe, overrides or []), options)
+    if dry_run:
+        blocks = files.explain(deployment)
+        if as_json:
+            print_json([{"block": block, "why": why} for block, why in blocks])
+        else:
+            results.show_blocks(blocks)
+        return
+    folder = out.replace("NAME", deployment.name)
+    written, steps = files.write(deployment, folder), files.next_steps(deployment, folder)
+    if as_json:
+        print_json({"files": written, "next": steps})
+    else:
+        results.show_deployed(written, steps)
