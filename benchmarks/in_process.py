@@ -7,12 +7,12 @@ from raygpt.config import Recipe
 from raygpt.corpus import tokenizers
 from raygpt.engines import engine_of
 from raygpt.errors import RaygptError
+from raygpt.planning.split import split_batch
 from raygpt.runs import RECIPE
 from raygpt.testing.session import LocalSession
 from raygpt.training import prepared
 from raygpt.training.events import Event
 from raygpt.training.loop import Loop
-from raygpt.training.plan import split_batch
 
 
 def train(recipe: Recipe, watch: Callable[[Event], None], until: int | None) -> RaygptError | None:

@@ -66,7 +66,7 @@ class Work:
             f"model.context={self.context}",
             f"training.batch_tokens={self.batch * self.context}",
         ]
-        return load_recipe("tiny", [*self.overrides, *settings, "model.dropout=0"])
+        return load_recipe("gpt2-tiny", [*self.overrides, *settings, "model.dropout=0"])
 
     @property
     def windows(self) -> NDArray[np.int32]:
