@@ -285,9 +285,10 @@ def test_a_run_is_listed_shown_and_reported(raygpt, run, tmp_path, engine):
     assert status == 0
     page = (tmp_path / "page.html").read_text()
     path = re.search('data-name="training"[^>]* d="M([^"]*)"', page)[1]
-    steps, losses = zip(*(map(float, point.split(",")) for point in path.split("L")), strict=True)
-    assert steps == (5, 10, 15, 20)
-    assert losses == pytest.approx([line["loss"] for line in known.metrics if "loss" in line], rel=1e-4)
+    wide, tall = map(float, re.search('class="curves" [^>]*data-units="([^"]*)"', page)[1].split())
+    steps, losses = (np.array(axis, float) for axis in zip(*(p.split(",") for p in path.split("L")), strict=True))
+    assert [*steps * wide] == [5, 10, 15, 20]
+    assert losses * tall == pytest.approx([line["loss"] for line in known.metrics if "loss" in line], rel=1e-4)
     for prompt in ("the caf", "on "):
         assert f'<q class="prompt">{prompt}</q>' in page
 
