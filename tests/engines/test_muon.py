@@ -232,10 +232,10 @@ def test_rates_follow_the_width_and_not_the_batch():
         return muon.peak_rates(recipe(model={"width": width}, training={"batch_tokens": tokens}, **rates))
 
     assert at(768, 32768) == pytest.approx(
-        {"matrix": 0.02, "embedding": 0.3, "head": 0.008, "gain": 0.02, "bias": 0.02}
+        {"matrix": 0.02, "embedding": 0.3, "head": 0.008, "gate": 0.02, "gain": 0.02, "bias": 0.02}
     )
     assert at(192, 32768) == pytest.approx(
-        {"matrix": 0.02, "embedding": 0.6, "head": 0.016, "gain": 0.04, "bias": 0.04}
+        {"matrix": 0.02, "embedding": 0.6, "head": 0.016, "gate": 0.04, "gain": 0.04, "bias": 0.04}
     )
     assert at(768, 131072) == at(768, 32768)
 

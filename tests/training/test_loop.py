@@ -321,6 +321,9 @@ def test_a_feed_that_fails_in_its_thread_fails_the_run(make_task):
     class Broken:
         streams = ()
 
+        def read_ahead(self, report):
+            pass
+
         def rows(self, batch, rows):
             if batch == 5:
                 raise RaygptError("the store is gone")
