@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from raygpt.config import Cluster
 from raygpt.corpus import tokenizers
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
@@ -14,6 +15,7 @@ from raygpt.training import prepared
 from raygpt.training.events import Warned
 from raygpt.training.prepared import Prepared
 from raygpt.training.ray import launch
+from raygpt.training.ray.scaling import Workers
 from raygpt.training.resume import changed_rate, check, check_text, fork
 
 
@@ -116,7 +118,7 @@ def train(monkeypatch):
         "on_cluster": lambda recipe: contextlib.nullcontext(),
         "open_mailbox": lambda: None,
         "request_memory": lambda workers, recipe, vocab: workers,
-        "choose_workers": lambda *asked: SimpleNamespace(accelerator="cpu"),
+        "choose_workers": lambda *asked: Workers(Cluster(), "cpu"),
         "stoppable": lambda *asked: contextlib.nullcontext(lambda: None),
         "Trainer": lambda *asked, **keys: None,
     }.items():
