@@ -1,6 +1,7 @@
 """Many runs at once: how many, what an error or a stop does to the others, and what is not trained again."""
 
 import threading
+import time
 
 import pytest
 from here import SMALL, Here, make_runner, write_text
@@ -63,10 +64,14 @@ def test_a_stop_lets_running_runs_save_and_begins_no_others(legs, tmp_path):
 
     def train(recipe, watch, until):
         stopping.set()
+        deadline = time.monotonic() + 60
+        while not request.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         return here.train(recipe, watch, until)
 
+    request = tmp_path / "run-0" / "stop"  # how `raygpt train` in the thread hears of it
     runner = Runner(str(tmp_path), 1, lambda leg, event: None, lambda: None, stopping, train)
     with pytest.raises(StoppedError, match="the same command goes on"):
         runner.train(legs)
     assert here.trained == [("run-0", 20)]
-    assert (tmp_path / "run-0" / "stop").exists()  # how `raygpt train` in the thread hears of it
+    assert request.exists()
