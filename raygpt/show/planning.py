@@ -62,7 +62,8 @@ def _facts(plan: "Forecast", price: float | None) -> list[tuple[str, str]]:
 
 def _batch(plan: "Forecast") -> str:
     split = plan.split
-    return f"{split.rows:,} rows = {split.micro_rows:,} × {split.accumulation} accumulated, {split.devices} devices"
+    devices = "1 device" if split.devices == 1 else f"{split.devices:,} devices"
+    return f"{split.rows:,} rows = {split.micro_rows:,} × {split.accumulation} accumulated, {devices}"
 
 
 def _run(plan: "Forecast") -> str:

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from raygpt.config import Recipe
-from raygpt.show.console import err, out, program, relative_path, table_of
+from raygpt.show.console import command, err, out, relative_path, table_of
 from raygpt.show.training import message_text, show_message
 from raygpt.training.events import Event, StepLogged, Validated
 
@@ -111,7 +111,7 @@ def show_answer(sweep: "Sweep", answer: "Answer", page: str) -> None:
     out.print()
     out.print(table_of(rows))
     out.print("\nTry next:")
-    out.print(f"  {program()} train {escape(relative_path(sweep.folder))}/best.yaml", soft_wrap=True)
+    out.print(f"  {command('train', f'{relative_path(sweep.folder)}/best.yaml')}", soft_wrap=True)
 
 
 def _hint(sweep: "Sweep", answer: "Answer", key: str) -> str:

@@ -116,8 +116,8 @@ def norm_and_rotate(parameters: Parameters, name: str, x: Array, model: Model, r
 
 
 def gate_heads(parameters: Parameters, x: Array, heads: Array) -> Array:
-    """Heads [rows, time, heads, head], each multiplied by its gate, from 0 to 2, if the model has gates: attention
-    alone cannot add nothing, since its weights sum to 1."""
+    """Heads [rows, time, heads, head], each multiplied by its gate, from 0 to 2, if the model has gates. Without one a
+    head always contributes: attention's weights sum to 1."""
     kernel = parameters.get("head_gate.kernel")
     if kernel is None:
         return heads

@@ -102,8 +102,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 def gate_heads(gate: nn.Linear | None, x: Tensor, heads: Tensor) -> Tensor:
-    """Heads [rows, time, heads, head], each multiplied by its gate, from 0 to 2, if the model has gates: attention
-    alone cannot add nothing, since its weights sum to 1."""
+    """Heads [rows, time, heads, head], each multiplied by its gate, from 0 to 2, if the model has gates. Without one a
+    head always contributes: attention's weights sum to 1."""
     if gate is None:
         return heads
     sums = gate(x[..., : gate.in_features])  # [rows, time, heads]
