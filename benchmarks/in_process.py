@@ -1,6 +1,8 @@
 """Trains a run in this process, on the devices that it finds: for machines without Ray."""
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from raygpt import storage
 from raygpt.config import Recipe
@@ -11,8 +13,15 @@ from raygpt.planning.split import split_batch
 from raygpt.runs import RECIPE
 from raygpt.testing.session import LocalSession
 from raygpt.training import prepared
-from raygpt.training.events import Event
+from raygpt.training.events import Event, Metrics
 from raygpt.training.loop import Loop
+
+
+class TimedSession(LocalSession):
+    """Notes when metrics come, as a run's driver does."""
+
+    def record(self, metrics: Metrics) -> None:
+        super().record(replace(metrics, time=time.time()))
 
 
 def train(recipe: Recipe, watch: Callable[[Event], None], until: int | None) -> RaygptError | None:
@@ -24,7 +33,7 @@ def train(recipe: Recipe, watch: Callable[[Event], None], until: int | None) -> 
     module = engine_of(recipe.engine)
     module.set_up(run.recipe)
     split = split_batch(run.recipe, run.plan.vocab, module.find_devices(run.recipe))
-    engine, session = module.Engine(run.recipe, run.plan.vocab, accumulation=split.accumulation), LocalSession()
+    engine, session = module.Engine(run.recipe, run.plan.vocab, accumulation=split.accumulation), TimedSession()
     try:
         Loop(run.task(None, until), engine, session).run()
     except RaygptError as error:

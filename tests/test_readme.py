@@ -30,6 +30,7 @@ def test_its_make_targets_exist(command):
     assert {"make train": "raygpt train tiny", "make test": "pytest"}[command] in done.stdout
 
 
+@pytest.mark.extended
 def test_its_raygpt_commands_run_one_after_another(ray_cluster, raygpt, tmp_path):
     shutil.copy(CHECKOUT / "README.md", tmp_path)
     shutil.copytree(CHECKOUT / "docs", tmp_path / "docs")

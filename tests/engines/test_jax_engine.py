@@ -248,6 +248,7 @@ def plain_losses(model, parameters, windows):
     return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(windows[:, 1:]))
 
 
+@pytest.mark.extended
 def test_an_accumulated_batchs_loss_and_gradient_are_those_of_the_plain_mean():
     with jax.enable_x64(True):
         assert_plain_mean(make_engine(accumulation=3, precision="fp64", dropout=0.0), WINDOWS[0])
@@ -372,6 +373,7 @@ def test_no_device_holds_the_whole_batchs_activations_on_fsdp_and_tensor():
         assert not re.search(rf"f32\[{rows},{CONTEXT},\d+\]", compiled)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2,context=2", *also("data=8", "data=2,fsdp=2,tensor=2")])
 def test_the_tables_gradient_is_exchanged_after_the_last_chunk_of_logits(mesh, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**12)

@@ -90,6 +90,7 @@ def test_stop_reports_and_leaves_out_nothing():
 # fp16
 
 
+@pytest.mark.extended
 def test_fp16_halves_its_scale_until_gradients_are_finite_and_then_learns():
     engine = make_engine(precision="fp16")
     state = engine.start()

@@ -106,7 +106,7 @@ def test_gelu_keeps_to_its_limits_far_from_zero():
     np.testing.assert_allclose(slope, [0, 0, 0, 0.5, 1, 1, 1], atol=1e-30)
 
 
-@pytest.mark.parametrize(("vocab", "padded"), [(50, 128), (2100, 2176), *also((256, 256), (1500, 1536))])
+@pytest.mark.parametrize(("vocab", "padded"), [(2100, 2176), *also((50, 128), (256, 256), (1500, 1536))])
 @pytest.mark.parametrize(("warps", "unroll", "dtype"), [(16, 4, BF16), (1, 2, F32)])
 def test_loss_and_gradient_equal_their_twins(vocab, padded, warps, unroll, dtype, monkeypatch):
     monkeypatch.setattr(kernel_modules["cross_entropy"], "WARPS", warps)
@@ -123,7 +123,9 @@ def test_loss_and_gradient_equal_their_twins(vocab, padded, warps, unroll, dtype
         assert not np.any(np.asarray(gradient[3]))  # a row of weight zero
 
 
-@pytest.mark.parametrize(("vocab", "padded", "softcap"), [(200, 256, None), (2100, 2176, None), (2100, 2176, 5.0)])
+@pytest.mark.parametrize(
+    ("vocab", "padded", "softcap"), [(2100, 2176, 5.0), *also((200, 256, None), (2100, 2176, None))]
+)
 def test_the_loss_that_stays_in_shared_memory_is_the_same(vocab, padded, softcap, monkeypatch):
     params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params", reason="JAX's own way to interpret it")
     monkeypatch.setattr(resident_loss, "UNROLL", 2)

@@ -55,6 +55,7 @@ def test_losses_gradients_and_parameters_are_the_same(how, remat):
         np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.extended
 def test_what_is_computed_again_is_not_kept():
     none, products, blocks = (temporary(remat) for remat in ("none", "products", "blocks"))
     stream = ROWS * CONTEXT * 16 * 8  # bytes of one array of the model's width

@@ -34,6 +34,8 @@ from test_torch_processes import make_engine as make_any_engine  # noqa: E402
 from raygpt.engines.torch.checkpoint import read_weights  # noqa: E402
 from raygpt.engines.torch.sharding import local  # noqa: E402
 
+pytestmark = pytest.mark.extended  # test_torch_processes.py shows the same for copies and shares
+
 TENSOR = {"data": 1, "tensor": 2}
 WITH_COPIES, WITH_SHARES = {"data": 2, "tensor": 2}, {"data": 1, "fsdp": 2, "tensor": 2}
 # Of 18 rows of queries each process has 9, of which two shards are 5 and 4; so of keys and values.

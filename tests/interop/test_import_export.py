@@ -202,6 +202,7 @@ def test_every_tokenizer_is_opened_by_transformers(tmp_path):
         assert opened.eos_token_id == ours.end_of_text
 
 
+@pytest.mark.extended
 def test_a_run_on_s3_is_exported_there(trained_run, s3):
     from raygpt import storage
     from raygpt.runs import open_run

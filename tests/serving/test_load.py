@@ -4,12 +4,14 @@ import asyncio
 import time
 
 import httpx
+import pytest
 from local_server import LocalModel, serving
 from small_model import CONTEXT, served
 
 from raygpt.testing.load import Clients
 
 
+@pytest.mark.extended
 def test_under_load_every_text_is_what_its_seed_gives_alone_and_no_slot_is_lost(compiled_quickly):
     model = LocalModel(slots=3, waiting=4)
     checkpoints = {7: model._batch.served, 9: served(model.reader, seed=2, step=9)}

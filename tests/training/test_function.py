@@ -92,6 +92,7 @@ def stumble():
     return stumble
 
 
+@pytest.mark.extended
 def test_workers_of_a_function_start_again_as_often_as_max_faults_says(ray_cluster, stumble, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(logging.getLogger("raygpt"), "warning", said.append)

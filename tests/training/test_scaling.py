@@ -191,6 +191,7 @@ def scenario(tmp_path_factory):
     return run
 
 
+@pytest.mark.extended
 def test_each_gpu_of_a_node_has_a_process_of_its_own(scenario):
     result = scenario("gpus")
     places = [(worker["node"], worker["environment"]["CUDA_VISIBLE_DEVICES"]) for worker in result["seen"]]

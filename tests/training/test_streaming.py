@@ -111,6 +111,7 @@ def on_whole_store(home, data, *settings, **changes):
     return whole
 
 
+@pytest.mark.extended
 def test_training_begins_before_the_corpus_is_tokenised_and_is_what_it_would_have_been(home, gate):
     _, data = trained_while_tokenised(home, gate, 30)
     whole = on_whole_store(home, data, "streamed", 35, **{"cluster.workers": 1})

@@ -123,6 +123,7 @@ def test_a_tracker_that_is_new_to_a_run_gets_all_of_it(folder, tensorboard_event
     assert tensorboard_events("loss") == [(step, step / 4) for step in range(1, 9)]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("last", [6, *also(2)])  # of what is gone on with it lacked step 3; it had all, and more
 def test_mlflow_goes_on_with_the_same_run_and_has_every_step_once(last, folder, recipe, tmp_path):
     mlflow = pytest.importorskip("mlflow")
