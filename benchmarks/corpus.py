@@ -27,11 +27,14 @@ import numpy as np
 import record
 from numpy.typing import NDArray
 
+from raygpt.corpus.blocks import BLOCK
 from raygpt.corpus.cache import Block, Need
+from raygpt.corpus.extents import token_counts
 from raygpt.corpus.feed import Feed, rows_of_worker
-from raygpt.corpus.fetching import CachedShards
+from raygpt.corpus.fetching import CachedShards, Piece
 from raygpt.corpus.lanes import Group
 from raygpt.corpus.prepare import prepare
+from raygpt.corpus.shards import SCATTERED, Header
 from raygpt.corpus.store import TokenStore, open_store
 from raygpt.testing.object_store import ArithmeticStore
 from raygpt.training.prefetch import prefetch
@@ -132,13 +135,13 @@ def one_node(cache_gb: float, rows: range, endpoint: str, arithmetic: Arithmetic
     store.train.close()
     time.sleep(1)
     counts, later = read_counts(endpoint), needed_later(shards, feed, reached, rows)
-    requests = restart(cache_gb, rows, reached, endpoint)
+    again = restart(cache_gb, rows, reached, endpoint)
     return {
         "GB trained on": trained / 1e9,
         "fetched / trained on": (counts["bytes"] - later) / trained,
         "KB a request": counts["bytes"] / counts["requests"] / 1e3,
         "largest cache / limit": largest / cache_gb / 1e9,
-        "requests for the first batch after a restart": requests,
+        **again,
     }
 
 
@@ -166,15 +169,37 @@ def needed_later(shards: CachedShards, feed: Feed, batch: int, rows: range) -> i
     return found
 
 
-def restart(cache_gb: float, rows: range, batch: int, endpoint: str) -> int:
-    """Requests that the batch needs in a new process; it was fetched before."""
-    before = read_counts(endpoint).get("requests", 0)
+def restart(cache_gb: float, rows: range, batch: int, endpoint: str) -> dict[str, Any]:
+    """What a new process fetches for a batch, and how much of that was in the cache."""
     store, feed = opened(cache_gb)
-    order = feed._order(0)
-    _, starts = order.starts(batch * ROWS + np.array(rows))
+    shards = store.train.cached
+    assert shards
+    _, starts = feed._order(0).starts(batch * ROWS + np.array(rows))
+    absent, before = missing_bytes(shards, starts), read_counts(endpoint).get("bytes", 0)
     store.train.windows(starts, CONTEXT + 1)
+    fetched = read_counts(endpoint).get("bytes", 0) - before
     store.train.close()
-    return read_counts(endpoint)["requests"] - before
+    return {
+        "MB fetched for the first batch after a restart": fetched / 1e6,
+        "bytes of it that the cache had": fetched - absent,
+    }
+
+
+def missing_bytes(shards: CachedShards, starts: NDArray[np.int64]) -> int:
+    """Bytes of the windows' blocks, and of their shards' heads, that the cache does not have."""
+    counts = token_counts(shards.index.train)
+    ends, absent = np.cumsum(counts), 0
+    pieces = [
+        Piece(shard, start - int(ends[shard] - counts[shard]), CONTEXT + 1)
+        for start, shard in zip(starts.tolist(), np.searchsorted(ends, starts, side="right").tolist(), strict=True)
+    ]
+    for block in {block for piece in pieces for block in shards._blocks(piece)}:
+        size = min(BLOCK, int(counts[block.shard]) * 2 - block.number * BLOCK)
+        absent += size * (not shards.cache.path(block).exists())
+    for shard in {piece.shard for piece in pieces}:
+        head = Header(np.dtype("<u2"), int(counts[shard]), shards.index.tokenizer, version=SCATTERED).offset
+        absent += head * (not shards.cache.path(Block(shards.index.fingerprint, shard, -1)).exists())
+    return absent
 
 
 def speed(words: argparse.Namespace) -> dict[str, Any]:
