@@ -51,7 +51,7 @@ def test_the_newest_are_kept_with_the_best_and_the_permanent_ones(run):
         ([1.0, 2.0], {"keep": 3, "keep_best": 0}, [10, 20]),
     ],
 )
-def test_retention(run, losses, policy, steps):
+def test_the_newest_the_best_and_every_nth_are_kept_as_the_recipe_says(run, losses, policy, steps):
     assert left(run(losses), **policy) == steps
 
 
