@@ -39,6 +39,7 @@ from raygpt.corpus.store import TokenStore, open_store
 from raygpt.engines import devices_of, engine_of
 from raygpt.recipes import load_recipe
 
+FIRST = 32  # tokens of a held-out document whose loss counts
 VAL_SHARE = 10  # every tenth document
 PARTS = 16  # of the corpus, of which a loader with a buffer has one in memory
 
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=24)
     parser.add_argument("--seeds", type=int, nargs="+", default=range(5))
     parser.add_argument("--orders", nargs="+", default=["full", "scattered", "permuted", "window"])
+    parser.add_argument("--val", choices=["starts", "stream"], default="starts", help="of documents, or any windows")
     parser.add_argument("--override", action="append", default=[], help="of the recipe tiny")
     parser.add_argument("--name", help="write results/NAME.json")
     words = parser.parse_args()
@@ -61,7 +63,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plain = write_plain(Path(folder) / "plain", train, tokenizer)
         scattered = write_scattered(Path(folder) / "scattered", plain, words.shards)
-        figures = compare(plain, scattered, tokenizer.encode(val), words)
+        figures = compare(plain, scattered, val_windows(val, tokenizer, words), words)
     record.show(figures, words.name)
 
 
@@ -79,6 +81,16 @@ def documents_of(path: Path, words: argparse.Namespace) -> list[str]:
 def ids_of(texts: list[str], tokenizer: tokenizers.Tokenizer) -> NDArray[np.uint32]:
     end = np.array([tokenizer.end_of_text], dtype=np.uint32)
     return np.concatenate([part for ids in tokenizer.encode(texts) for part in (ids, end)])
+
+
+def val_windows(texts: list[str], tokenizer: tokenizers.Tokenizer, words: argparse.Namespace) -> NDArray[np.int32]:
+    """The first tokens of documents, or windows over all of them."""
+    if words.val == "stream":
+        ids = ids_of(texts, tokenizer)
+        starts = range(0, len(ids) - FIRST, FIRST)
+        return np.stack([ids[start : start + FIRST + 1] for start in starts]).astype(np.int32)
+    encoded = tokenizer.encode(texts)
+    return np.stack([ids[: FIRST + 1] for ids in encoded if len(ids) > FIRST]).astype(np.int32)
 
 
 def write_plain(folder: Path, texts: list[str], tokenizer: tokenizers.Tokenizer) -> TokenStore:
@@ -139,7 +151,7 @@ class Packed(Feed):
 
 
 def compare(
-    plain: TokenStore, scattered: TokenStore, val: Sequence[NDArray[np.uint32]], words: argparse.Namespace
+    plain: TokenStore, scattered: TokenStore, val: NDArray[np.int32], words: argparse.Namespace
 ) -> dict[str, Any]:
     known = {
         "full": (Feed, plain),
@@ -176,13 +188,12 @@ def recipe_for(seed: int, stores: Sequence[TokenStore], overrides: list[str]) ->
     return load_recipe("tiny", [*settings, f"training.steps={steps}"])
 
 
-def final_loss(engine: Any, feed: Feed, recipe: Recipe, val: Sequence[NDArray[np.uint32]]) -> float:
-    """The validation loss after one epoch."""
-    state, context = engine.start(), recipe.model.context
+def final_loss(engine: Any, feed: Feed, recipe: Recipe, val: NDArray[np.int32]) -> float:
+    """The loss of the validation windows after one epoch."""
+    state = engine.start()
     for step in range(recipe.training.steps or 0):
         state, _ = engine.step(state, engine.put(feed.rows(step)))
-    windows = np.stack([ids[: context + 1] for ids in val if len(ids) > context]).astype(np.int32)
-    return float(np.mean(engine.window_losses(state, windows)))
+    return float(np.mean(engine.window_losses(state, val)))
 
 
 if __name__ == "__main__":

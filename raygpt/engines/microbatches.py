@@ -24,18 +24,22 @@ class Microbatches:
     @property
     def numbers(self) -> NDArray[np.int32]:
         """[accumulation, micro_rows]: which row of the batch each is; those from `batch_rows` on are padding."""
-        return row_numbers(self.accumulation, self.micro_rows, self.groups)
+        return row_numbers(self.batch_rows, self.accumulation, self.micro_rows, self.groups)
 
     def numbers_of(self, group: int) -> NDArray[np.int32]:
         """The same for one group's rows."""
         return np.split(self.numbers, self.groups, axis=1)[group]
 
 
-def row_numbers(accumulation: int, micro_rows: int, groups: int) -> NDArray[np.int32]:
-    """[accumulation, micro_rows]: the rows of micro-batches. A group has neighbouring rows of the batch over all of
-    them, since these are neighbours in the shards of a scattered store too: see `corpus/lanes.py`."""
-    numbers = np.arange(accumulation * micro_rows, dtype=np.int32).reshape(groups, accumulation, -1)
-    return numbers.swapaxes(0, 1).reshape(accumulation, micro_rows)
+def row_numbers(batch_rows: int, accumulation: int, micro_rows: int, groups: int) -> NDArray[np.int32]:
+    """[accumulation, micro_rows]: the rows of micro-batches. Over all of them a group has neighbouring rows of a batch,
+    since these are neighbours in the shards of a scattered store too (see `corpus/lanes.py`), and as many as others."""
+    bounds = np.arange(groups + 1) * batch_rows // groups
+    numbers = bounds[:-1, None] + np.arange(accumulation * micro_rows // groups)  # [groups, places]
+    padding = numbers >= bounds[1:, None]
+    numbers[padding] = batch_rows + np.arange(np.count_nonzero(padding))
+    by_group = numbers.astype(np.int32).reshape(groups, accumulation, -1)
+    return by_group.swapaxes(0, 1).reshape(accumulation, micro_rows)
 
 
 def needed_rows(numbers: NDArray[np.int32], batch_rows: int) -> list[int]:

@@ -221,8 +221,8 @@ def test_two_processes_share_the_rows_and_get_the_numbers_of_one_device(one_devi
     finally:
         for process in processes:
             process.kill()
-    assert first["rows"] == [0, 1, 2, 6, 7, 8]  # half of each micro-batch
-    assert second["rows"] == [3, 4, 5, 9, 10, 11]
+    assert first["rows"] == [0, 1, 2, 3, 4, 5]  # half of each micro-batch
+    assert second["rows"] == [6, 7, 8, 9, 10, 11]
     for said in (first, second):
         np.testing.assert_allclose(said["numbers"], one_device[1], rtol=1e-9)
         np.testing.assert_allclose(said["scores"], one_device[3], rtol=1e-9)

@@ -168,7 +168,7 @@ def make_sums(recipe: Recipe, losses: Losses, row_shards: int = 1) -> Callable[[
 
     def sums(state: State, batch: Batch) -> tuple[Array, Any]:
         accumulation, micro_rows, _ = batch.inputs.shape
-        all_numbers = jnp.asarray(row_numbers(accumulation, micro_rows, row_shards))
+        all_numbers = jnp.asarray(row_numbers(recipe.rows, accumulation, micro_rows, row_shards))
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
 
         def micro(inputs: Array, targets: Array, weights: Array, numbers: Array) -> tuple[Array, Any]:
