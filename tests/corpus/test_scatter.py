@@ -17,6 +17,7 @@ from raygpt.corpus.feed import Feed
 from raygpt.corpus.index import Index
 from raygpt.corpus.shards import Header, write_shard
 from raygpt.corpus.store import TokenStore, open_store
+from raygpt.corpus.summary import summarise
 from raygpt.errors import RaygptError
 from tests.corpus.test_order import slow_key
 
@@ -285,4 +286,5 @@ def test_a_scattered_store_in_an_object_store_has_the_rows_of_one_on_a_disk(
     feeds = [Feed([store.train], context=16, batch_rows=8, seed=1) for store in (near, far)]
     for batch in (0, 3, 1000):
         assert feeds[0].rows(batch).tolist() == feeds[1].rows(batch).tolist()
+    assert summarise(far) == summarise(near)
     far.train.close()
