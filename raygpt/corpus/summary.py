@@ -32,8 +32,8 @@ def summarise(store: TokenStore) -> dict[str, Any]:
         "bytes_per_token": round(float(np.array(byte_lengths(store.tokenizer))[ids].mean()), 3),
         "median_document": int(np.median(lengths)),
         "longest_document": int(lengths.max()),
-        "copies": round(copies / len(documents), 4),
-        "characters": _characters(store, documents),
+        "share_of_copies": round(copies / len(documents), 4),
+        "shares_of_characters": _characters(store, documents),
         "lengths": _histogram(lengths),
     }
 

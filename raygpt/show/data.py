@@ -94,7 +94,6 @@ def show_prepared(store: "TokenStore") -> None:
 def show_data(shown: dict[str, Any]) -> None:
     """A source or a store: its facts, then its rows."""
     hidden = ("rows", "lengths")  # rows come after the table, and lengths are on the page
-    shown = {**shown, **({"copies": _share_text(shown["copies"])} if "copies" in shown else {})}
     facts = [(name, _fact(value)) for name, value in shown.items() if name not in hidden and value not in ({}, [], "")]
     out.print(table_of(facts))
     for number, row in enumerate(shown["rows"]):
@@ -116,11 +115,9 @@ def write_page(shown: dict[str, Any], path: str) -> None:
 
 def _fact(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {_share_text(kind)}" for name, kind in value.items())
+        return ", ".join(f"{name}: {_fact(inner)}" for name, inner in value.items())
+    if isinstance(value, float):
+        return f"{value:.3g}"
     if isinstance(value, list):
         return "; ".join(map(str, value))
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _share_text(value: Any) -> str:
-    return f"{value:.2%}" if isinstance(value, float) else str(value)

@@ -39,7 +39,7 @@ def _tiles(shown: dict[str, Any]) -> str:
             ("bytes per token", f"{shown['bytes_per_token']:.2f}"),
             ("tokens of the median document", f"{shown['median_document']:,}"),
             ("of the longest", f"{shown['longest_document']:,}"),
-            ("of the documents are copies of others", f"{shown['copies']:.2%}"),
+            ("of the documents are copies of others", f"{shown['share_of_copies']:.2%}"),
         ]
     inner = "".join(f'<div class="tile"><b>{value}</b><span>{label}</span></div>' for label, value in tiles)
     return f'<div class="tiles card">{inner}</div>'
@@ -57,7 +57,7 @@ def _charts(shown: dict[str, Any]) -> Iterator[str]:
         yield f'<div class="chart card wide"><h3>{title}</h3>{chart.bar_rows(bars, colours=1)}</div>'
     yield "</div>"
     yield "<h2>Characters</h2>"
-    characters = [chart.Bar(name, share, f"{share:.1%}") for name, share in shown["characters"].items()]
+    characters = [chart.Bar(name, share, f"{share:.1%}") for name, share in shown["shares_of_characters"].items()]
     yield f'<div class="chart card wide">{chart.bar_rows(characters, colours=1)}</div>'
 
 

@@ -14,6 +14,7 @@ from raygpt.corpus import documents, summary
 from raygpt.corpus.look import look
 from raygpt.corpus.prepare import prepare
 from raygpt.errors import RaygptError
+from raygpt.show.data import write_page
 from raygpt.show.data_page import data_page
 
 
@@ -114,12 +115,12 @@ def test_a_store_shows_how_long_its_documents_are_which_are_copies_and_their_cha
     tokens = 5 + 5 + 14 + 4 + 302  # each with a line's end and the document's
     assert (found["sampled_documents"], found["sampled_tokens"]) == (5, tokens)
     assert (found["median_document"], found["longest_document"]) == (5, 302)
-    assert found["copies"] == 0.2  # one of five
+    assert found["share_of_copies"] == 0.2  # one of five
     assert found["bytes_per_token"] == round((tokens - 5) / tokens, 3)
     letters = 3 + 3 + 300
     total = letters + 6 + 2 + 5
     expected = {"Latin": letters, "Cyrillic": 6, "digits": 2, "spaces": 5}
-    assert found["characters"] == {name: round(count / total, 4) for name, count in expected.items()}
+    assert found["shares_of_characters"] == {name: round(count / total, 4) for name, count in expected.items()}
     assert [(row["from"], row["documents"], row["tokens"]) for row in found["lengths"] if row["documents"]] == [
         (4, 3, 14),
         (8, 1, 14),
@@ -143,3 +144,10 @@ def test_the_page_of_a_store_has_its_histograms_and_text(tmp_path: Path) -> None
     assert "64 to 127" in page  # tokens of its one document
     assert "1 · 100.0%" in page
     assert "&lt;b&gt;text&lt;/b&gt;" in page
+
+
+def test_text_has_no_page(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("text")
+    with pytest.raises(RaygptError, match=r"--page is for a token store, and .*x\.txt is text; prepare it first"):
+        write_page(shown(tmp_path / "x.txt"), str(tmp_path / "page.html"))
+    assert not (tmp_path / "page.html").exists()
