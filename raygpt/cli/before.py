@@ -241,13 +241,18 @@ def data_show(
     rows: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 3,
     column: Annotated[str, typer.Option(help="The field of jsonl and parquet that holds the text.")] = "text",
     tokenizer: Annotated[str, typer.Option(help="What nanoGPT's train.bin and val.bin were made with.")] = "gpt2",
+    page: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a page about a store's documents, with histograms.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print schema and raw rows of a source, or header, counts and decoded rows of a store."""
+    """Print schema and raw rows of a source, or counts, a summary of the documents and decoded rows of a store."""
     from raygpt.corpus import look
     from raygpt.show import data
 
     shown = look.look(what, rows=rows, column=column, tokenizer=tokenizer)
+    if page:
+        data.write_page(shown, page)
     if as_json:
         print_json(shown)
     else:
