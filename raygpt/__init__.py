@@ -7,7 +7,7 @@ result = raygpt.train("tiny", **{"training.steps": 100})
 
 from typing import TYPE_CHECKING, Any
 
-from raygpt.version import __version__ as __version__
+__version__ = "0.2.0.dev0"
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -29,7 +29,7 @@ WARM_UP_STEPS = 10
 BATCHES = 4  # used in turn
 NANOGPTS_CPU_MODEL = ("model.layers=4", "model.heads=4", "model.width=128")  # of its README, for a laptop
 # Two figures are comparable if these are equal.
-SAME = ("device", "engine", "kernels", "layers", "width", "context", "vocab", "precision")
+SAME = ("device", "engine", "kernels", "layers", "width", "context", "vocab", "precision", "unlike_gpt2")
 SET_HERE = {  # keys that the benchmark sets, and what to write instead
     "engine": "write --engine",
     "model.preset": "write --preset",
@@ -123,8 +123,17 @@ def timed(steps: Steps, work: Work) -> dict[str, Any]:
         "layers": model.layers,
         "width": model.width,
         "vocab": work.vocab,
+        "unlike_gpt2": unlike_gpt2(work.recipe),
         "about": steps.about,
     }
+
+
+def unlike_gpt2(recipe: Recipe) -> str:
+    """What a step computes that GPT-2's with AdamW does not, e.g. `mlp=relu2, optimizer=muon`; empty for that one."""
+    training, kind = recipe.training, recipe.optimizer.kind
+    other = {"optimizer": (kind, "adamw"), "remat": (training.remat, "none"), "compile": (training.compile, "auto")}
+    differs = {key: value for key, (value, usual) in other.items() if value != usual}
+    return ", ".join(f"{key}={value}" for key, value in {**recipe.model.unlike_gpt2, **differs}.items())
 
 
 def together(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
@@ -179,7 +188,7 @@ def entry(figures: dict[str, Any]) -> dict[str, Any]:
         "device": about["device"],
         "engine": about["engine"].split()[0],
         "kernels": about.get("kernels", ""),
-        **{name: figures[name] for name in ("layers", "width", "vocab", "context", "rows")},
+        **{name: figures[name] for name in ("layers", "width", "vocab", "context", "rows", "unlike_gpt2")},
         "precision": about["precision"],
         "ms": round(figures["ms"], 2),
         "tokens_per_s": round(figures["tokens_per_s"]),
@@ -206,7 +215,8 @@ def verdict(figures: dict[str, Any], table: list[dict[str, Any]]) -> str:
     row, device = comparable(figures, table), figures["about"]["device"]
     if row is None:
         known = ", ".join(sorted({f"{row['device']} ({row['engine']})" for row in table}))
-        return f"nothing comparable is recorded for {device}; there are figures for: {known}"
+        what = f" with {figures['unlike_gpt2']}" if figures["unlike_gpt2"] else ""
+        return f"nothing comparable is recorded for {device}{what}; there are figures for: {known}"
     ratio = figures["tokens_per_s"] / row["tokens_per_s"]
     when = f"recorded on {row['date']} with {row['versions']}, {row['rows']} rows"
     opinion = "as expected: devices of one kind differ by 5 %" if abs(ratio - 1) <= 0.05 else _explain(ratio)

@@ -21,6 +21,7 @@ ROW = {
     "vocab": 50257,
     "context": 1024,
     "rows": 64,
+    "unlike_gpt2": "",
     "precision": "bf16",
     "ms": 100.0,
     "tokens_per_s": 655360,
@@ -31,8 +32,8 @@ ROW = {
 ABOUT = {"device": "NVIDIA H200", "engine": "jax 0.11.2", "kernels": "fused", "precision": "bf16"}
 
 
-def figures(tokens_per_s=655360.0, rows=64, **about):
-    sizes = {"layers": 12, "width": 768, "vocab": 50257, "context": 1024, "rows": rows}
+def figures(tokens_per_s=655360.0, rows=64, unlike="", **about):
+    sizes = {"layers": 12, "width": 768, "vocab": 50257, "context": 1024, "rows": rows, "unlike_gpt2": unlike}
     return {**sizes, "ms": 100.0, "tokens_per_s": tokens_per_s, "peak_gib": 22.14, "about": {**ABOUT, **about}}
 
 
@@ -68,10 +69,19 @@ def test_a_figure_is_the_median_of_rounds_after_warming_up(monkeypatch):
             "nothing comparable is recorded for NVIDIA L4; there are figures for: NVIDIA H20",
         ),
         (figures(kernels="plain"), "nothing comparable is recorded for NVIDIA H200"),
+        (figures(unlike="remat=blocks"), "nothing comparable is recorded for NVIDIA H200 with remat=blocks;"),
     ],
 )
 def test_the_verdict_names_what_it_compares_with(measured, said):
     assert bench.verdict(measured, [ROW, {**ROW, "rows": 8, "tokens_per_s": 1}]).startswith(said)
+
+
+def test_another_model_optimizer_or_remat_is_not_compared_with_gpt2s_step():
+    assert bench.unlike_gpt2(Work().recipe) == ""
+    assert bench.unlike_gpt2(Work(overrides=("model.mlp=relu2", "optimizer.kind=muon")).recipe) == (
+        "mlp=relu2, optimizer=muon"
+    )
+    assert bench.unlike_gpt2(Work(overrides=("training.remat=blocks",)).recipe) == "remat=blocks"
 
 
 def test_the_shipped_table_has_what_a_comparison_needs():

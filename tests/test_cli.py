@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import typer
 
-from raygpt import cli
+from raygpt import __version__, cli
 from raygpt.recipes import load_recipe, shipped_recipes
 from raygpt.runs.lock import locked
 from raygpt.show import generation
@@ -112,7 +112,7 @@ def test_every_verb_and_every_option_has_a_line_of_help():
 
 def test_python_m_raygpt_is_raygpt():
     done = subprocess.run([sys.executable, "-m", "raygpt", "--version"], capture_output=True, text=True)
-    assert done.stdout == "raygpt 0.1.0\n"
+    assert done.stdout == f"raygpt {__version__}\n"
 
 
 # Recipes and doctor

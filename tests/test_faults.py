@@ -26,7 +26,7 @@ def test_what_is_no_fault_is_refused_with_an_example(text):
         faults.parse(text)
 
 
-def test_mostly_there_are_none(monkeypatch, tmp_path):
+def test_without_the_variable_there_are_no_faults(monkeypatch, tmp_path):
     monkeypatch.delenv(faults.VARIABLE, raising=False)
     assert faults.from_environment(str(tmp_path)) == Faults((), str(tmp_path))
 

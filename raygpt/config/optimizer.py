@@ -17,6 +17,7 @@ MUON: dict[str, Any] = {
     "cautious": True,
     "clip": None,
 }
+REFERENCE_WIDTH = 768  # at which AdamW's rates beside Muon are those of the recipe
 MUON_ONLY = ("momentum", "momentum_warmup", "embedding_rate", "head_rate", "gain_rate", "cautious")
 
 
@@ -69,6 +70,18 @@ class Optimizer(Part):
                     f"write optimizer.kind: muon, or leave optimizer.{key} at {_written(default)}"
                 )
         return self
+
+    def peak_rate(self, role: str, width: int) -> float:
+        """The highest rate of a role's parameters in a model of that width.
+
+        With muon AdamW's rates are for a width of 768 and are multiplied by the root of 768 / width. A matrix's does
+        not depend on the width: its update has singular values of 1, however large it is. None depends on the batch:
+        from 4,096 to 32,768 tokens the same rates were the best.
+        """
+        if self.kind == "adamw" or role == "matrix":
+            return self.learning_rate
+        rates = {"embedding": self.embedding_rate, "head": self.head_rate}
+        return rates.get(role, self.gain_rate) * (REFERENCE_WIDTH / width) ** 0.5
 
     def decays(self, role: str) -> bool:
         """Whether the parameters of a role decay."""

@@ -53,7 +53,8 @@ class Feed:
         return self.windows(positions)
 
     def read_ahead(self, report: Report) -> None:
-        """From now on, fetch what the rows of later batches need from an object store; `report` is told of waits."""
+        """From now on, fetch what the rows of later batches need from an object store; `report` receives messages about
+        waits."""
         self._report = report
 
     def _follow(self, batch: int, rows: NDArray[np.int64], order: Order, report: Report) -> None:

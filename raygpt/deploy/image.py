@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
+from raygpt import __version__
 from raygpt.deploy.deployment import Deployment, ray_version
-from raygpt.version import __version__
 
 # KubeRay runs bash; the hook that saves before a head ends needs pgrep and pkill.
 PACKAGES = "procps"

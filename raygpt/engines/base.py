@@ -156,11 +156,11 @@ class Rows(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Tokens that were drawn, or read, and what the model thought of them."""
+    """Tokens that were drawn, or read, with their log-probabilities."""
 
     tokens: Any  # [rows]
     logprobs: Any  # [rows]
-    top_ids: Any  # [rows, ALTERNATIVES], the likeliest first; None if nobody asked
+    top_ids: Any  # [rows, ALTERNATIVES], the likeliest first; None unless requested
     top_logprobs: Any
 
 
@@ -183,7 +183,7 @@ class Slots(Protocol):
         ...
 
     def score(self, state: Any, hidden: Any, following: NDArray[np.int32]) -> Any:
-        """What the model thought of the tokens [part] that follow those of a part."""
+        """The log-probabilities of the tokens [part] that follow those of a part."""
         ...
 
     def begin(self, state: Any, slot: int, hidden: Any, last: int, rows: Rows, top: bool) -> Any:
@@ -199,5 +199,5 @@ class Slots(Protocol):
         ...
 
     def fetch(self, drawn: Any) -> Drawn:
-        """What a call drew, or was asked about, as NumPy arrays."""
+        """What a call drew or read, as NumPy arrays."""
         ...

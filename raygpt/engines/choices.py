@@ -26,16 +26,16 @@ def attention(
     deterministic: bool = False,
     has_triton: bool = True,
 ) -> str:
-    """JAX's kernel: cuDNN, Triton, Splash or XLA. A row that is split over the context axis needs XLA's."""
-    if mesh["context"] == 1:
-        divides = model.context % CONTEXT_MULTIPLE == 0 and model.key_heads % mesh["tensor"] == 0
-        if platform == "gpu" and _cudnn_can(capability, precision, model):
-            if not deterministic:
-                return "cuDNN"
-            if divides and has_triton:
-                return "Triton"
-        if platform == "tpu" and divides:
-            return "Splash"
+    """JAX's kernel: cuDNN, Triton, Splash or XLA. On a GPU, rows that are divided along `context` need XLA's."""
+    context = mesh["context"]
+    divides = model.context % (CONTEXT_MULTIPLE * context) == 0 and model.key_heads % mesh["tensor"] == 0
+    if platform == "tpu" and divides:
+        return "Splash"
+    if platform == "gpu" and context == 1 and _cudnn_can(capability, precision, model):
+        if not deterministic:
+            return "cuDNN"
+        if divides and has_triton:
+            return "Triton"
     return "XLA"
 
 

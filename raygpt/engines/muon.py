@@ -1,12 +1,11 @@
-"""What both engines share of Muon: momentum, the orthogonal matrix next to a direction, and the rule of the rates.
+"""What both engines share of Muon: momentum, and the orthogonal matrix next to a direction.
 
 Plain arithmetic on arrays of JAX or PyTorch. Each engine decides where a matrix is computed.
 """
 
-from typing import Any, get_args
+from typing import Any
 
-from raygpt.config import Optimizer, Recipe
-from raygpt.models.parameter import Role
+from raygpt.config import Optimizer
 
 FIRST_MOMENTUM = 0.85  # before the first step
 # a, b, c of the polynomials a·x + b·x³ + c·x⁵ that bring a matrix's singular values near 1, one after another. These
@@ -20,27 +19,6 @@ POLYNOMIALS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 SAFETY = 1.02  # the largest singular value must not round to more than 1
-
-REFERENCE_WIDTH = 768  # at which AdamW's rates are those of the recipe
-
-
-def peak_rates(recipe: Recipe) -> dict[Role, float]:
-    """The highest rate of each role.
-
-    With muon AdamW's rates are for a width of 768 and are multiplied by the root of 768 / width. A matrix's does not
-    depend on the width: its update has singular values of 1, however large it is. None depends on the batch: from
-    4,096 to 32,768 tokens the same rates were the best.
-    """
-    settings = recipe.optimizer
-    if settings.kind == "adamw":
-        return dict.fromkeys(get_args(Role), settings.learning_rate)
-    narrow = (REFERENCE_WIDTH / recipe.model.width) ** 0.5
-    return {
-        "matrix": settings.learning_rate,
-        "embedding": settings.embedding_rate * narrow,
-        "head": settings.head_rate * narrow,
-        **dict.fromkeys(("gate", "gain", "bias"), settings.gain_rate * narrow),
-    }
 
 
 def precision_of(run: str) -> str:

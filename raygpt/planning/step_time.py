@@ -13,12 +13,12 @@ from math import prod
 
 from raygpt.config import Recipe
 from raygpt.engines.base import Devices
+from raygpt.engines.muon import POLYNOMIALS
 from raygpt.engines.padding import padded_vocab
 from raygpt.models import Description, describe
 from raygpt.planning.memory import Shards
 from raygpt.planning.target import Target
 
-MUON_ROUNDS = 5  # polynomials of engines/muon.py
 INPUT_BANDWIDTH = 16e9  # bytes/s from the host: PCIe 4
 HIDDEN = 2 / 3  # of the time of computing, as much exchange can go on behind it: the backward pass
 NOT_HIDDEN = 0.1  # of the exchange, at least: the first gather, the last sum
@@ -161,7 +161,7 @@ class Work:
                 fan_out = prod(self.description.own_shape(parameter)) // fan_in
                 short, long = sorted((fan_in, fan_out))
                 total += self.description.sizes["layer"] * (4 * short**2 * long + 2 * short**3)
-        return MUON_ROUNDS * total
+        return len(POLYNOMIALS) * total
 
 
 def exchange(

@@ -77,7 +77,7 @@ def make_room(run_folder: str, step: int) -> None:
     storage.make_folder(storage.join(run_folder, FOLDER))
 
 
-def sweep(run_folder: str) -> None:
+def remove_unfinished(run_folder: str) -> None:
     """Remove what interrupted saves have left. Call it only while no save is running."""
     committed = {step for step, _ in _committed(run_folder)}
     for step, folder in _all(run_folder):
@@ -93,7 +93,7 @@ def parts_of(run_folder: str) -> Path:
     return Path(tempfile.gettempdir(), f"raygpt-parts-{storage.digest(run_folder)}")
 
 
-def newest(run_folder: str) -> tuple[Checkpoint | None, list[str]]:
+def newest_intact(run_folder: str) -> tuple[Checkpoint | None, list[str]]:
     """The newest complete checkpoint of a run, and a warning for each newer one that is damaged.
 
     A checkpoint in an object store is fetched to this node to verify it.
@@ -156,7 +156,7 @@ def _download(folder: str, copy: Path, names: Iterable[str]) -> None:
 def find(run_folder: str, step: int | None) -> Checkpoint:
     """The checkpoint of a step, or the newest complete one."""
     if step is None:
-        checkpoint, _ = newest(run_folder)
+        checkpoint, _ = newest_intact(run_folder)
         if checkpoint is None:
             raise RaygptError(f"{run_folder} has no complete checkpoint; name a run that has")
         return checkpoint

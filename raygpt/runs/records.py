@@ -18,9 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from raygpt import storage
+from raygpt import __version__, storage
 from raygpt.runs.metrics import complete_lines, content_of
-from raygpt.version import __version__
 
 SAMPLES, ABOUT, PLAN, RESULT = "samples.jsonl", "about.json", "plan.json", "result.json"
 PACKAGES = ("ray", "jax", "torch", "numpy")

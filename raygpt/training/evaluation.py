@@ -46,7 +46,7 @@ class Evaluation:
         self._session.beat(step)
 
     def _val_loss(self, state: Any, part_done: Callable[[], None]) -> float | None:
-        """Mean over the validation set, or its first `eval_rows` rows; None if there is no validation set."""
+        """Mean over the validation set, or `eval_rows` of its rows, evenly spaced; None without a validation set."""
         losses = []
         context, rows = self._engine.context, self._engine.micro_rows
         for windows in val_windows(self._task.val, context, rows, self._training.eval_rows):

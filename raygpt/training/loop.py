@@ -113,11 +113,11 @@ class Loop:
         """The run's newest complete checkpoint. Only rank 0 searches: verifying the checksums reads all of it."""
 
         def find() -> int:
-            found, warnings = checkpoints.newest(self._task.run_folder)
+            found, warnings = checkpoints.newest_intact(self._task.run_folder)
             for warning in warnings:
                 self._session.warn(warning)
             with contextlib.suppress(OSError, RaygptError):
-                checkpoints.sweep(self._task.run_folder)
+                checkpoints.remove_unfinished(self._task.run_folder)
             return found.step if found else -1
 
         step = self._session.decide(find)

@@ -94,7 +94,7 @@ def prepare_run(recipe: Recipe, watch: Watch, force: bool, spare_cpus: Callable[
         tokenizer = tokenizers.fingerprint(corpus.tokenizer)
         resume.check_text(folder, after, tokenizer, [stream.index.fingerprint for stream in feed.streams], force)
         if after >= plan.steps:  # finished, if its last checkpoint is complete
-            found, _ = checkpoints.newest(folder)
+            found, _ = checkpoints.newest_intact(folder)
             after = found.step if found else 0
         start_from = resume.fork(known, home, tokenizer, after)
     except BaseException:

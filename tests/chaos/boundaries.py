@@ -52,7 +52,7 @@ def main(run, part, copies):
             save(copy, theirs, {"engine": "any"})
             os._exit(0)
         status = os.waitpid(child, 0)[1]
-        newest, _ = checkpoints.newest(copy)
+        newest, _ = checkpoints.newest_intact(copy)
         found.append(newest.step if newest else None)
         if status == 0:
             return found

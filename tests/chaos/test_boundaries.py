@@ -57,6 +57,6 @@ def test_wherever_a_save_is_killed_the_newest_whole_checkpoint_is_found_and_load
     assert found == sorted(found)  # step 1 until the marker is there, step 2 from then on
     assert set(found) == {1, 2}
     for number in (0, found.index(2) - 1, found.index(2), len(found) - 1):
-        newest, warnings = checkpoints.newest(str(copies / str(number)))
+        newest, warnings = checkpoints.newest_intact(str(copies / str(number)))
         assert warnings == []
         assert int(engine.restore(newest.folder).step) == newest.step

@@ -120,6 +120,26 @@ def test_a_kernel_keeps_rows_and_heads_where_they_are(kernel):
     assert not re.search("all-(gather|reduce|to-all)", compiled.as_text())
 
 
+@pytest.mark.parametrize("kv_heads", [4, *also(2)])
+def test_splash_of_rows_that_devices_share_computes_the_formula_and_gathers_keys_and_values_alone(kv_heads):
+    mesh = make_mesh({"data": 2, "fsdp": 1, "tensor": 2, "context": 2})
+    query, key, value = draw((2, 256, 4, 64))
+    key, value = key[:, :, :kv_heads], value[:, :, :kv_heads]
+    towards = jnp.asarray(np.random.default_rng(1).normal(size=query.shape), jnp.float32)
+    attention = jax.jit(splash(mesh, interpret=True))
+    mixed, back = jax.vjp(attention, query, key, value)
+    expected, right = jax.vjp(xla, query, key, value)
+    np.testing.assert_allclose(mixed, expected, atol=1e-5)
+    for gradient, theirs in zip(back(towards), right(towards), strict=True):
+        np.testing.assert_allclose(gradient, theirs, atol=2e-5)
+    place = NamedSharding(mesh, P(("data", "fsdp"), "context", "tensor", None))
+    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in (query, key, value)]
+    compiled = attention.lower(*placed).compile()
+    assert compiled.output_shardings.is_equivalent_to(place, 4)
+    exchanged = re.findall(r"(all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", compiled.as_text())
+    assert set(exchanged) == {"all-gather"}
+
+
 # The choice
 
 
@@ -156,7 +176,9 @@ def test_a_jax_without_triton_computes_without_it(monkeypatch):
 def test_what_a_kernel_cannot_do_is_left_to_xla():
     assert chosen("gpu", jnp.float32) == "XLA"
     assert chosen("gpu", jnp.float16, "7.5") == "XLA"  # a T4
-    assert chosen("gpu", mesh={"context": 2}) == chosen("tpu", mesh={"context": 2}) == "XLA"  # a row on two devices
+    assert chosen("gpu", mesh={"context": 2}) == "XLA"  # a row on two devices
+    assert chosen("tpu", mesh={"context": 2}) == "Splash"
+    assert chosen("tpu", mesh={"context": 4}) == "XLA"  # 64 of its tokens on each
     assert chosen("gpu", heads=4, width=80) == "XLA"  # heads of 20
     assert chosen("gpu", heads=1, width=256) == "cuDNN"
     assert chosen("gpu", heads=1, width=264) == "XLA"

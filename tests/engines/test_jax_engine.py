@@ -156,7 +156,7 @@ def test_single_tokens_are_graded_as_on_one_device(on_mesh, one_device):
     np.testing.assert_array_equal(hits, one_device[4][1])
 
 
-def test_the_run_is_worth_comparing(one_device):
+def test_the_run_that_others_are_compared_with_begins_at_chance_and_moves(one_device):
     losses, norms = one_device[1].T
     assert losses[0] == pytest.approx(np.log(VOCAB), rel=0.02)
     assert len(set(losses)) == len(set(norms)) == STEPS
@@ -581,7 +581,7 @@ def test_layers_are_one_loop_where_the_recipe_or_the_device_wants_it(wanted, pla
     assert choices.scans(wanted, platform, layers) == scanned
 
 
-def test_it_says_what_computes():
+def test_it_describes_engine_device_mesh_and_precision():
     about = make_engine(MESHES["data=4,context=2"]).describe()
     assert about["engine"] == f"jax {jax.__version__}"
     assert (about["device"], about["devices"], about["mesh"]) == ("cpu", "8", "data 4 × context 2")

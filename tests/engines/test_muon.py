@@ -3,6 +3,7 @@
 import math
 import re
 from functools import cache
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from raygpt.engines.torch.muon import Owners  # noqa: E402
 from raygpt.engines.torch.parameters import OwnLayout  # noqa: E402
 from raygpt.engines.torch.sharding import Mesh  # noqa: E402
 from raygpt.models import describe  # noqa: E402
+from raygpt.models.parameter import Role  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_thread")
@@ -188,7 +190,7 @@ def torch_optimizer(settings):
             parameter.grad = values(name, tuple(slice(0, size) for size in parameter.shape))
         norm = math.sqrt(sum((g**2).sum() for g in gradients.values()))
         shrink = 1.0 if settings.optimizer.clip is None else max(1.0, norm / settings.optimizer.clip)
-        rate = muon.peak_rates(settings)["matrix"] * float(settings.schedule.fraction(step, settings.steps, np))
+        rate = settings.optimizer.learning_rate * float(settings.schedule.fraction(step, settings.steps, np))
         state.optimizer.step(rate, torch.tensor(shrink), torch.tensor(0.0))
     return engine.gather(state).parameters
 
@@ -225,19 +227,20 @@ def test_an_updates_columns_have_one_norm_and_it_has_that_of_an_orthogonal_matri
     assert not muon.update_of(torch.zeros(1, *shape)).any(), "no gradient, no update"
 
 
-def test_rates_follow_the_width_and_not_the_batch():
+def test_rates_beside_muon_follow_the_width():
     rates = {"embedding_rate": 0.3, "head_rate": 0.008, "gain_rate": 0.02, "learning_rate": 0.02}
 
-    def at(width, tokens):
-        return muon.peak_rates(recipe(model={"width": width}, training={"batch_tokens": tokens}, **rates))
+    optimizer = recipe(**rates).optimizer
 
-    assert at(768, 32768) == pytest.approx(
+    def at(width):
+        return {role: optimizer.peak_rate(role, width) for role in get_args(Role)}
+
+    assert at(768) == pytest.approx(
         {"matrix": 0.02, "embedding": 0.3, "head": 0.008, "gate": 0.02, "gain": 0.02, "bias": 0.02}
     )
-    assert at(192, 32768) == pytest.approx(
+    assert at(192) == pytest.approx(
         {"matrix": 0.02, "embedding": 0.6, "head": 0.016, "gate": 0.04, "gain": 0.04, "bias": 0.04}
     )
-    assert at(768, 131072) == at(768, 32768)
 
 
 # One run of each engine, which others are compared with

@@ -105,10 +105,10 @@ def test_a_jax_step_exchanges_nothing_with_the_host():
     ("how", "optimizer", "most"), [("scanned", "adamw", 2), *also(("unrolled", "adamw", 2), ("scanned", "muon", 5))]
 )
 def test_copies_of_the_model_on_cpus_exchange_few_things(how, optimizer, most):
-    """Each that waits holds a thread: `FEW` of engines/jax/processes.py, and `MUON`, are enough for no more."""
+    """Each that waits holds a thread: those that engines/jax/processes.py counts are enough for no more."""
     jax = pytest.importorskip("jax")
     from raygpt.engines.jax.engine import JaxEngine
-    from raygpt.engines.jax.processes import FEW, MUON
+    from raygpt.engines.jax.processes import COPIES_THREADS, MUON_EXTRA_THREADS
 
     engine = JaxEngine(recipe("jax", 2, how, optimizer), VOCAB, devices=jax.devices()[:2])
     state, both = engine.start(), engine._put_both(WINDOWS[0])
@@ -120,7 +120,7 @@ def test_copies_of_the_model_on_cpus_exchange_few_things(how, optimizer, most):
     for name, program in programs.items():
         exchanged = re.findall(r" (all-\w+|reduce-scatter|collective-\w+)\(", program.compile().as_text())
         assert 1 <= len(exchanged) <= most, (name, exchanged)
-    assert most == FEW + (MUON if optimizer == "muon" else 0)
+    assert most == COPIES_THREADS + (MUON_EXTRA_THREADS if optimizer == "muon" else 0)
 
 
 # PyTorch

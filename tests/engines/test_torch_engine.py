@@ -105,7 +105,7 @@ def test_accumulated_steps_are_those_of_one_large_batch(accumulation, alone):
     np.testing.assert_allclose(engine.window_losses(state, WINDOWS[0]), alone[2], rtol=1e-9)
 
 
-def test_the_run_is_worth_comparing(alone):
+def test_the_run_that_others_are_compared_with_begins_at_chance_and_moves(alone):
     losses, norms = alone[0].T
     assert losses[0] == pytest.approx(np.log(VOCAB), rel=0.02)
     assert len(set(losses)) == len(set(norms)) == STEPS
@@ -551,7 +551,7 @@ def test_parameters_alone_begin_with_averages_of_zero():
 # What it says
 
 
-def test_it_says_what_computes():
+def test_it_describes_engine_device_mesh_and_precision():
     about = make_engine().describe()
     assert about["engine"] == f"torch {torch.__version__}"
     assert (about["device"], about["devices"], about["mesh"]) == ("cpu", "1", "one device")

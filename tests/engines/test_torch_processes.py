@@ -340,7 +340,7 @@ def test_copies_exchange_gradients_once_a_step_however_it_is_accumulated(two):
         assert said["exchanges"][1] == said["exchanges"][3]
 
 
-def test_the_run_is_worth_comparing(alone):
+def test_the_run_that_others_are_compared_with_begins_at_chance_and_moves(alone):
     losses, norms = alone[0].T
     assert losses[0] == pytest.approx(np.log(VOCAB), rel=0.02)
     assert len(set(losses)) == len(set(norms)) == STEPS

@@ -51,7 +51,7 @@ def test_the_newest_are_kept_with_the_best_and_the_permanent_ones(run):
         ([1.0, 2.0], {"keep": 3, "keep_best": 0}, [10, 20]),
     ],
 )
-def test_retention(run, losses, policy, steps):
+def test_the_newest_the_best_and_every_nth_are_kept_as_the_recipe_says(run, losses, policy, steps):
     assert left(run(losses), **policy) == steps
 
 
@@ -85,7 +85,7 @@ def test_what_is_left_of_a_deleted_one_is_never_taken_for_whole(run, monkeypatch
 def test_the_losses_lie_beside_the_checkpoints_not_in_them(run, tmp_path):
     folder = run([5.0, 3.0])
     assert json.loads((tmp_path / "checkpoints" / "scores.json").read_text()) == {"10": 5.0, "20": 3.0}
-    assert checkpoints.newest(folder)[0].step == 20  # a score that comes later alters no checkpoint
+    assert checkpoints.newest_intact(folder)[0].step == 20  # a score that comes later alters no checkpoint
     assert checkpoints.val_losses(folder) == {10: 5.0, 20: 3.0}
 
 
@@ -117,5 +117,5 @@ def test_a_storage_that_cannot_be_reached_is_no_damage(tmp_path, s3, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(storage, "download", fail)
         with pytest.raises(StorageError, match="cannot be reached"):
-            checkpoints.newest(run)
-    assert checkpoints.newest(run)[0].step == 10
+            checkpoints.newest_intact(run)
+    assert checkpoints.newest_intact(run)[0].step == 10

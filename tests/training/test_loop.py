@@ -355,7 +355,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_leaves_the_checkpoints_bef
     losses = dict.fromkeys(range(6, 11), bad)  # as it goes: what is not a number stays so
     with pytest.raises(RaygptError, match=r"not a number any more at step 6 .*on_nan: skip"):
         run(task, FakeEngine(losses=losses))
-    found, warnings = checkpoints.newest(task.run_folder)
+    found, warnings = checkpoints.newest_intact(task.run_folder)
     assert (found.step, warnings) == (4, [])
 
 
@@ -363,7 +363,7 @@ def test_a_bad_step_that_is_not_logged_is_found_before_its_checkpoint_counts(mak
     task = make_task(**{"training.checkpoint_every": 5, "training.log_every": 100, "training.eval_every": 100})
     with pytest.raises(RaygptError, match="at step 5 "):
         run(task, FakeEngine(losses={5: float("nan")}))
-    assert checkpoints.newest(task.run_folder)[0] is None
+    assert checkpoints.newest_intact(task.run_folder)[0] is None
 
 
 @pytest.mark.parametrize(("skipped", "ends"), [(0.0, True), (1.0, False)])
@@ -405,7 +405,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_from_there(make_task):
     task = make_task(**{"training.checkpoint_every": 100, "training.eval_every": 100})
     events = run(task, FakeEngine(), [Orders(), Orders(), Orders(stop=True)])  # asked after steps 2, 3 and 6
     assert events[-1] == Stopped(6)
-    assert checkpoints.newest(task.run_folder)[0].step == 6
+    assert checkpoints.newest_intact(task.run_folder)[0].step == 6
     engine = FakeEngine()
     assert run(task, engine)[-1] == Finished(10)
     assert len(engine.batches) == 4
@@ -498,7 +498,7 @@ def test_a_save_that_fails_costs_a_warning_and_no_older_checkpoint(make_task):
     warnings = texts_of(events, Warned)
     assert len(warnings) == 2
     assert warnings[0].startswith("the checkpoint of step 4 could not be saved (No space left on device); training")
-    assert checkpoints.newest(task.run_folder) == (checkpoints.find(task.run_folder, 10), [])
+    assert checkpoints.newest_intact(task.run_folder) == (checkpoints.find(task.run_folder, 10), [])
     assert not list(checkpoints.parts_of(task.run_folder).glob("*"))[2:]  # at most what the two left
 
 
@@ -508,7 +508,7 @@ def test_several_saves_that_fail_in_a_row_end_the_run(make_task):
         RaygptError, match=r"step 6 could not be saved .* 2 times in a row; .* run the same command again"
     ):
         run(task, Unsaved([4, 6]))
-    assert checkpoints.newest(task.run_folder)[0].step == 2
+    assert checkpoints.newest_intact(task.run_folder)[0].step == 2
 
 
 def test_the_last_save_is_tried_again(make_task, monkeypatch):
@@ -528,7 +528,7 @@ def test_the_last_save_is_tried_again(make_task, monkeypatch):
     task = make_task(**{"training.checkpoint_every": 5})
     events = run(task, Recovers())
     assert len(of(events, Warned)) == 2
-    assert checkpoints.newest(task.run_folder)[0].step == 10
+    assert checkpoints.newest_intact(task.run_folder)[0].step == 10
 
 
 def test_validation_losses_that_cannot_be_read_cost_warnings_and_no_checkpoint(make_task, monkeypatch):
@@ -761,7 +761,7 @@ def settle():
 
 def there(task):
     """The newest whole checkpoint, by every checksum, and what is wrong with later ones."""
-    found, warnings = checkpoints.newest(task.run_folder)
+    found, warnings = checkpoints.newest_intact(task.run_folder)
     return found.step, warnings
 
 
@@ -962,7 +962,7 @@ def test_a_state_that_a_spike_has_spoilt_is_not_saved_where_one_is_to_stop_at_it
     task = make_task(**{"training.on_spike": "stop", "training.checkpoint_every": 2, "training.log_every": 10})
     with pytest.raises(RaygptError, match="standard deviations above what is usual, at or before step 6"):
         run(task, FakeEngine(step_s=0.05, spikes=dict.fromkeys(range(5, 11), 1.0)))
-    assert checkpoints.newest(task.run_folder)[0].step == 4
+    assert checkpoints.newest_intact(task.run_folder)[0].step == 4
 
 
 def test_a_checkpoint_counts_when_the_steps_up_to_it_are_logged(make_task):

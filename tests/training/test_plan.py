@@ -58,7 +58,7 @@ def test_a_warm_up_that_turns_out_longer_than_the_epochs_is_refused():
     assert str(caught.value) == "schedule.warmup_steps: 20 is more than training.steps 10; write 10 or less"
 
 
-def test_people_read_every_number():
+def test_every_number_has_a_line_that_people_can_read():
     lines = dict(plan().lines())
     assert lines == {
         "parameters": "124,439,808 with 50,257 tokens in the vocabulary",

@@ -21,7 +21,7 @@ def test_a_signal_in_the_middle_of_a_line_prints_nothing_into_it(tmp_path):
     ]
 
 
-def test_the_second_does_not_wait(tmp_path, monkeypatch):
+def test_a_second_signal_ends_the_run_without_waiting(tmp_path, monkeypatch):
     monkeypatch.setattr("raygpt.training.stopping.AGAIN_S", 0)
     with stoppable(str(tmp_path), lambda: None, lambda event: None):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -126,12 +126,12 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(train, straight,
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
-    found, warnings = checkpoints.newest(str(copy))
+    found, warnings = checkpoints.newest_intact(str(copy))
     assert found.step == 15
     assert len(warnings) == 1
     assert warnings[0].startswith("checkpoint of step 20 is damaged")
     (copy / "checkpoints" / "step-00000015" / "checkpoint.json").unlink()  # never committed
-    assert checkpoints.newest(str(copy))[0].step == 10
+    assert checkpoints.newest_intact(str(copy))[0].step == 10
 
 
 def test_a_finished_run_has_nothing_left_to_do(train, straight):
@@ -149,7 +149,7 @@ def test_another_recipe_is_refused_with_the_difference(train, straight):
 def test_a_run_that_is_driven_already_is_refused_with_the_drivers_name(train, straight):
     with locked(straight.path), pytest.raises(RaygptError, match=r"is being trained by .* run\.name=straight-\d to"):
         train("straight", 30)
-    assert checkpoints.newest(straight.path)[0].step == 20
+    assert checkpoints.newest_intact(straight.path)[0].step == 20
 
 
 def test_more_workers_than_the_cluster_holds_are_refused(train, straight):  # Ray would wait for ever

@@ -73,9 +73,9 @@ def test_nothing_is_said_of_workers_that_are_there(wait, cluster):
 
 def test_an_event_of_the_workers_ends_the_wait_and_a_fault_begins_another(wait, cluster):
     started = wait.start()
-    started.heard(BatchSplit("32 rows"))
+    started.on_event(BatchSplit("32 rows"))
     assert wait.until(started, 100) == []
-    started.heard(FaultHandled("a node was lost; the workers start again"))
+    started.on_event(FaultHandled("a node was lost; the workers start again"))
     assert [when for when, _ in wait.until(started, 150)] == [110, 140]
 
 

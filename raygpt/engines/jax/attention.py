@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from raygpt.config import Model
@@ -79,20 +79,56 @@ TRITON_BLOCKS = (128, 64, 64, 64, 64, 64)
 def splash(mesh: Mesh, interpret: bool = False) -> Attention:
     """JAX's own TPU kernel: never stores the scores, and skips what is above the diagonal.
 
-    `interpret` computes it on any device, slowly.
+    Where rows are divided along `context`, a device has the queries of its own tokens, and gathers the keys and values
+    of all. `interpret` computes it on any device, slowly.
     """
+    spec, shards = P(("data", "fsdp"), "context", "tensor", None), mesh.shape["context"]
 
-    def attention(query: Array, key: Array, value: Array) -> Array:
-        rows, time, heads, size = query.shape
+    def own(kernel: Any, query: Array, key: Array, value: Array) -> Array:
+        rows, time, heads, size = query.shape  # of this device
         query, key, value = (_by_heads(x) for x in (query * size**-0.5, key, value))  # [rows, heads, time, head]
+        if shards > 1:
+            key, value = (jax.lax.all_gather(x, "context", axis=2, tiled=True) for x in (key, value))
         kv_heads = key.shape[1]
         if kv_heads == heads:
-            return _by_heads(jax.vmap(_splash_kernel(time, heads, interpret))(query, key, value))
-        kernel = _splash_kernel(time, heads // kv_heads, interpret, shared_key=True)
+            return _by_heads(jax.vmap(kernel)(query, key, value))
         grouped = query.reshape(rows, kv_heads, heads // kv_heads, time, size)
         return _by_heads(jax.vmap(jax.vmap(kernel))(grouped, key, value).reshape(query.shape))
 
-    return _on_each(mesh, attention)
+    if shards > 1:  # all keys and values are gathered again in the backward pass, not kept
+        own = jax.checkpoint(own, policy=jax.checkpoint_policies.save_only_these_names(KEPT))
+
+    def attention(query: Array, key: Array, value: Array) -> Array:
+        (time, heads), kv_heads = query.shape[1:3], key.shape[2]
+        local = heads // mesh.shape["tensor"] if kv_heads == heads else heads // kv_heads
+        kernel = _splash_kernel(time, local, shards, kv_heads != heads, interpret)
+        masks = kernel.manual_sharding_spec(NamedSharding(mesh, P(None, "context")))
+        # Without check_vma: what a kernel returns does not say along which axes it varies.
+        shared = jax.shard_map(own, mesh=mesh, in_specs=(masks, spec, spec, spec), out_specs=spec, check_vma=False)
+        return shared(kernel, query, key, value)
+
+    return attention
+
+
+LARGEST_BLOCK = 512  # whose scores, 1 MiB in fp32, fit into a core's fast memory beside the rest
+
+
+def _splash_kernel(time: int, heads: int, shards: int, shared_key: bool, interpret: bool) -> Any:
+    """Of queries [heads, time, head], divided among so many devices, and as many keys and values or one [time, head]
+    that all heads share."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as kernels  # slow to import, and only TPUs need it
+
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    sizes: dict[str, Any] = dict.fromkeys((f"block_{name}" for name in names), gcd(time // shards, LARGEST_BLOCK))
+    make = kernels.make_splash_mqa if shared_key else kernels.make_splash_mha
+    return make(
+        kernels.MultiHeadMask([kernels.CausalMask((time, time), shard_count=shards)] * heads),
+        block_sizes=kernels.BlockSizes(**sizes),
+        head_shards=1,
+        q_seq_shards=shards,
+        residual_checkpoint_name=KEPT,
+        interpret=interpret,
+    )
 
 
 def _on_each(mesh: Mesh, attention: Attention) -> Attention:
@@ -106,25 +142,6 @@ def _on_each(mesh: Mesh, attention: Attention) -> Attention:
         return (attention if in_shard_map else shared)(query, key, value)
 
     return compute
-
-
-LARGEST_BLOCK = 512  # whose scores, 1 MiB in fp32, fit into a core's fast memory beside the rest
-
-
-def _splash_kernel(time: int, heads: int, interpret: bool, shared_key: bool = False) -> Attention:
-    """Of queries [heads, time, head], and as many keys and values or one [time, head] that all heads share."""
-    from jax.experimental.pallas.ops.tpu import splash_attention as kernels  # slow to import, and only TPUs need it
-
-    block = gcd(time, LARGEST_BLOCK)
-    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    sizes: dict[str, Any] = {f"block_{name}": block for name in names}
-    make = kernels.make_splash_mqa_single_device if shared_key else kernels.make_splash_mha_single_device
-    return make(
-        kernels.MultiHeadMask([kernels.CausalMask((time, time))] * heads),
-        block_sizes=kernels.BlockSizes(**sizes),
-        residual_checkpoint_name=KEPT,
-        interpret=interpret,
-    )
 
 
 class Cache(NamedTuple):

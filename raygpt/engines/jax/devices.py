@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from raygpt.engines.jax.processes import COUNT, FEW, use_cores
+from raygpt.engines.jax.processes import COPIES_THREADS, DEVICE_COUNT_FLAG, use_cores
 from raygpt.engines.precision import choose_precision
 from raygpt.host import cores
 
@@ -21,8 +21,8 @@ def name_of(dtype: Any) -> str:
 def use_all_cores() -> None:
     """Make each core of a CPU a device, as in training, unless XLA_FLAGS says how many there are. Call it before JAX
     looks for devices."""
-    if COUNT not in os.environ.get("XLA_FLAGS", ""):
-        use_cores(cores(), FEW)
+    if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        use_cores(cores(), COPIES_THREADS)
 
 
 def names() -> list[str]:

@@ -54,16 +54,16 @@ def make_optimizer(recipe: Recipe, description: Description, mesh: Mesh, precisi
 
 def learning_rate(recipe: Recipe) -> Callable[[Array], Array]:
     """The rate of the step after a number of steps; with Muon, that of matrices."""
-    peak, schedule, steps = muon.peak_rates(recipe)["matrix"], recipe.schedule, recipe.steps
+    peak, schedule, steps = recipe.optimizer.learning_rate, recipe.schedule, recipe.steps
     return lambda step: peak * schedule.fraction(step, steps, jnp)
 
 
 def _adamw(recipe: Recipe, which: Sequence[Parameter]) -> Optimizer:
     """For these parameters. Beside Muon each role has a rate of its own: here, its ratio to the matrices' rate."""
-    settings, rates = recipe.optimizer, muon.peak_rates(recipe)
+    settings, width = recipe.optimizer, recipe.model.width
     adam = optax.scale_by_adam(b1=settings.betas[0], b2=settings.betas[1], eps=settings.epsilon)
     decay = optax.add_decayed_weights(settings.weight_decay, {p.name: settings.decays(p.role) for p in which})
-    ratios = {p.name: rates[p.role] / rates["matrix"] for p in which}
+    ratios = {p.name: settings.peak_rate(p.role, width) / settings.learning_rate for p in which}
 
     def init(parameters: Tree) -> Slots:
         return {slot: jax.tree.map(jnp.zeros_like, _only(which, parameters)) for slot in ("means", "squares")}

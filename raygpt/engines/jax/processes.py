@@ -13,12 +13,15 @@ from typing import Any
 from raygpt.config import Recipe
 from raygpt.storage import cache_folder
 
-COUNT = "--xla_force_host_platform_device_count"
-THREADS = 16  # of XLA's pool for each device of a CPU. A device that waits for another in an all-reduce holds a thread;
-#               with one for each core, two all-reduces at once held them all, and the step never ended
-FEW = 2  # threads suffice where there are at most two of them at once; with more, products wait for threads
-MUON = 3  # more with Muon, which exchanges matrices of each of up to three shapes at once
-ASKED = "NPROC" in os.environ  # the user has set it
+DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+# Of XLA's pool on CPUs. A device that waits for another in an all-reduce holds a thread; with one for each core, two
+# all-reduces at once held them all, and the step never ended.
+THREADS_PER_DEVICE = 16
+COPIES_THREADS = (
+    2  # suffice for copies of the model, which run at most two at once; with more, products wait for threads
+)
+MUON_EXTRA_THREADS = 3  # with Muon, which exchanges matrices of each of up to three shapes at once
+IS_SET_BY_USER = "NPROC" in os.environ
 
 
 def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cores: int) -> None:
@@ -45,11 +48,11 @@ def _reach_directly(address: str) -> None:
     os.environ.update(no_grpc_proxy=",".join(filter(None, [excluded, host])))
 
 
-def use_cores(cores: int, threads: int = THREADS) -> None:
+def use_cores(cores: int, threads: int = THREADS_PER_DEVICE) -> None:
     """Each core of a CPU is a device: XLA computes the small matrix products of small models on one core."""
     _have_threads(threads * cores)
     flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} {COUNT}={cores}".strip()  # the last flag counts
+    os.environ["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT_FLAG}={cores}".strip()  # the last flag counts
     import jax
 
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # queued steps would occupy threads, too
@@ -57,7 +60,7 @@ def use_cores(cores: int, threads: int = THREADS) -> None:
 
 def _have_threads(count: int) -> None:
     """Set the size of XLA's thread pool, which is created when JAX first looks for devices."""
-    if not ASKED:
+    if not IS_SET_BY_USER:
         os.environ["NPROC"] = str(count)
 
 
@@ -65,11 +68,14 @@ def set_up(recipe: Recipe | None = None) -> None:
     """Set up JAX for the engine of a recipe, or for a trained model: compiled programs are cached.
 
     `training.deterministic` excludes, on GPUs, sums without a fixed order and kernels chosen by timing. Copies of the
-    model on CPUs never run more than `FEW` collectives at once, with Muon `MUON` more (test_step_counts.py).
+    model on CPUs never run more than `COPIES_THREADS` collectives at once, with Muon `MUON_EXTRA_THREADS` more
+    (test_step_counts.py).
     """
-    devices = re.findall(rf"{COUNT}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    devices = re.findall(rf"{DEVICE_COUNT_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if recipe and recipe.cluster.mesh.is_data_alone and devices and os.environ.get("JAX_PLATFORMS") == "cpu":
-        _have_threads((FEW + (MUON if recipe.optimizer.kind == "muon" else 0)) * int(devices[-1]))
+        _have_threads(
+            (COPIES_THREADS + (MUON_EXTRA_THREADS if recipe.optimizer.kind == "muon" else 0)) * int(devices[-1])
+        )
     if recipe and recipe.training.deterministic:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_exclude_nondeterministic_ops=true"
     keep_compiled()

@@ -70,10 +70,10 @@ def _make_adamw(
     recipe: Recipe, parameters: Mapping[str, nn.Parameter], role: Callable[[str], Role]
 ) -> torch.optim.AdamW:
     """Fused: one kernel for all parameters of a group, which also clips and leaves steps out."""
-    settings, rates = recipe.optimizer, muon.peak_rates(recipe)
+    settings, width = recipe.optimizer, recipe.model.width
     groups: dict[Any, dict[str, Any]] = {}  # one kernel is for parameters that lie on the same devices
     for name, parameter in parameters.items():
-        decays, ratio = settings.decays(role(name)), rates[role(name)] / rates["matrix"]
+        decays, ratio = settings.decays(role(name)), settings.peak_rate(role(name), width) / settings.learning_rate
         group = groups.setdefault((decays, ratio, getattr(parameter, "device_mesh", None)), {"params": []})
         group["params"].append(parameter)
         group["weight_decay"] = settings.weight_decay if decays else 0.0
@@ -93,5 +93,5 @@ def _make_adamw(
 
 def learning_rate(recipe: Recipe) -> Callable[[int], float]:
     """The rate of the step that follows so many others; with Muon, that of matrices."""
-    peak, schedule, steps = muon.peak_rates(recipe)["matrix"], recipe.schedule, recipe.steps
+    peak, schedule, steps = recipe.optimizer.learning_rate, recipe.schedule, recipe.steps
     return lambda step: peak * float(schedule.fraction(step, steps, np))

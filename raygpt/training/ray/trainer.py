@@ -135,7 +135,7 @@ def fit(
 
     def pass_on() -> None:
         for event in ray.get(trainer.mailbox.take.remote()):
-            wait.heard(event)
+            wait.on_event(event)
             if isinstance(event, GivenUp):
                 reasons.append(event.text)
             else:

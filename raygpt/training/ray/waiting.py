@@ -16,7 +16,7 @@ WORKER = "RayTrainWorker"  # the class of Ray Train's actors
 
 
 class StartWait:
-    """The wait for workers, from a start or restart until one of them is heard."""
+    """The wait for workers, from a start or restart until the first event of one of them."""
 
     def __init__(self, workers: Workers, mailbox: Any, watch: Callable[[Event], None]):
         self._workers, self._mailbox, self._watch = workers, mailbox, watch
@@ -25,7 +25,7 @@ class StartWait:
     def _begin(self) -> None:
         self._is_waiting, self._since, self._next = True, time.monotonic(), FIRST_S
 
-    def heard(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """An event of the workers has come, or one about a fault, after which they start again."""
         if isinstance(event, FaultHandled):
             self._begin()
