@@ -53,6 +53,11 @@ class Sweep:
     def share(self) -> float:
         return share(self.rounds, len(self.trials))
 
+    @property
+    def finalists(self) -> int:
+        """How many trials are trained to the end."""
+        return self.rounds[-1].kept if self.rounds else len(self.trials)
+
 
 @dataclass(frozen=True)
 class Answer:
