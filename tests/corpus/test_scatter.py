@@ -214,9 +214,7 @@ def test_prepare_scatters_on_ray_and_leaves_only_the_store(ray_cluster: None, tm
 def test_one_two_and_four_tasks_at_once_on_ray_write_the_same_bytes(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = functools.partial(
-        scatter.scatter, bucket_bytes=1500, task_bytes=2000, fan_out=4
-    )  # three levels
+    small = functools.partial(scatter.scatter, bucket_bytes=1500, task_bytes=2000, fan_out=4)  # three levels
     monkeypatch.setattr(prepare, "scatter", small)
     source = prepare.resolve(text_folder(tmp_path / "text")[0])
     job = prepare.Job(source, "bytes", 0.05, scatter=True, dedup="exact")
