@@ -96,7 +96,7 @@ def _plan_sweep(recipe: str, words: list[str], target: "Target", price: float | 
     from raygpt.sweep.values import divide
 
     axes, overrides = divide(words)
-    base = grid.base_of(recipe, overrides, "sweep")
+    base = grid.base_of(recipe, overrides, "sweep", console.note)
     grid.check_values(recipe, overrides, axes)
     corpus = look_up(base.data, base.run.storage)
     tokens = corpus.train_tokens or 10**12  # as the plan of a run does
@@ -143,7 +143,7 @@ def sweep(
     axes, overrides = divide(words)
     if not axes:
         raise RaygptError("sweep: there is nothing to try; write e.g. optimizer.learning_rate=1e-3,2e-3,4e-3")
-    base = grid.base_of(recipe, overrides, "sweep")
+    base = grid.base_of(recipe, overrides, "sweep", console.note)
     grid.check_values(recipe, overrides, axes)
     prepared.check(base)
     with launch.on_cluster(base):
@@ -178,7 +178,7 @@ def scaling(
 ) -> None:
     """Predict a run's loss: train small models of its family, and fit a law in parameters and tokens."""
     from raygpt import storage
-    from raygpt.show import data
+    from raygpt.show import console, data
     from raygpt.show import scaling as shown
     from raygpt.show.scaling_page import scaling_page
     from raygpt.show.sweep import running
@@ -190,7 +190,7 @@ def scaling(
     from raygpt.training.plan import in_steps
     from raygpt.training.ray import launch
 
-    base = base_of(recipe, overrides or [], "scaling")
+    base = base_of(recipe, overrides or [], "scaling", console.note)
     check_length(base)
     prepared.check(base)
     with launch.on_cluster(base):
