@@ -107,7 +107,7 @@ def _plan_sweep(recipe: str, words: list[str], target: "Target", price: float | 
         print_json(forecast.as_dict(planned, seconds, cost))
         return
     shown.show_plan(
-        planned, 1, seconds, f" on {target}" + ("" if cost is None else f", {cost:,.2f} at {price:g} an hour")
+        planned, 1, seconds, f" on {target}" + ("" if cost is None else f", {cost:,.2f} at {price:g} per device-hour")
     )
     console.show_notes(corpus.assumed)
 
