@@ -1,19 +1,31 @@
 """Tokens per second of one stream and of many by the batch of `raygpt serve`, beside Hugging Face's `generate`.
 
-    python benchmarks/serve.py --engine jax --model gpt2 --streams 1 8
-    python benchmarks/serve.py --engine torch --model modern-124m --slots 32 --streams 1 8 32   # on a GPU
+    python benchmarks/serve.py --engines jax --models gpt2 --streams 1 8
+    python benchmarks/serve.py --engines jax torch --models gpt2 modern-124m --slots 32 --streams 1 8 32 \
+        --tokens 128 --limit 58 --name serve-h200   # on a GPU, about three minutes
 
-One process, no Ray and no HTTP. The weights are random, and the same on both sides: raygpt's model is exported, and
-transformers loads it in the same precision. Every text starts after a prompt of its own and has the same length; texts
-are drawn at temperature 1, with the same number of tokens. Rounds of both alternate, and the medians are compared. With
---first-token, how long a request waits for its first token while 8 others are being written.
+Each engine with each model is a process of its own, without Ray and without HTTP, which is ended after `--limit`
+seconds. Every figure is printed when it is measured, and with `--name` written too: what came before an interruption is
+kept. The weights are random, and the same on both sides: raygpt's model is exported, and transformers loads it in the
+same precision. Texts have prompts and seeds of their own and the same length; all are drawn at temperature 1.
+
+- `ours N`, `theirs N`: tokens per second of N texts at once, with their prompts, after a first time that compiles
+- `first token`: median ms from a request to its first token while 8 others are being written
+- `host`: median ms in which Python and the library dispatch a step; the device works meanwhile
+- `of N differ`: texts that came out otherwise N at once than fewer at once: none should
 """
 
 import argparse
+import itertools
 import json
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,45 +57,96 @@ class Bytewise:
 
 def main() -> None:
     arguments = _arguments()
-    model, parameters = _random_model(arguments.model)
-    reader = make_reader(arguments.engine, model, VOCAB)
-    batch = Batch(
-        make_slots(arguments.engine, reader, arguments.slots),
-        reader.context,
-        Bytewise(),  # type: ignore[arg-type]
-        Served(0, reader.load(parameters)),
-        most_waiting=10**6,
-    )
-    theirs = None if arguments.no_hf else Theirs(model, parameters, reader.describe())
-    figures: dict[str, Any] = {**vars(arguments), **reader.describe(), "streams": {}}
-    for streams in arguments.streams:
-        figures["streams"][streams] = _compared(batch, theirs, streams, arguments)
-    one = figures["streams"].get(1)
-    table = Table("streams", "tokens/s", "times one", "Hugging Face", "times theirs")
-    for streams, found in figures["streams"].items():
-        times_one = f"{found['ours'] / one['ours']:.2f}" if one else "–"
-        others = [f"{found['theirs']:.1f}", f"{found['ours'] / found['theirs']:.2f}"] if theirs else ["–", "–"]
-        table.add_row(str(streams), f"{found['ours']:.1f}", times_one, *others)
-    Console().print(table)
-    if arguments.first_token:
-        figures["first_token_ms"] = _first_token(batch, arguments)
-        print(f"first token after {figures['first_token_ms']:.1f} ms, the median, with 8 streams running")
-    name = f"serve-{arguments.model}-{arguments.engine}-{figures['device'].split()[-1].lower()}"
-    print(f"written to {record.save(name, figures)}")
+    if arguments.case:
+        _measure(*arguments.case, arguments)
+    else:
+        _measure_all(arguments)
+
+
+def _measure_all(arguments: argparse.Namespace) -> None:
+    figures: dict[str, Any] = {}
+    for engine, model in itertools.product(arguments.engines, arguments.models):
+        found = figures[f"{engine} {model}"] = {}
+        for figure in _measured_elsewhere(engine, model, arguments.limit):
+            found.update(figure)
+            print(f"{engine:6} {model:12}", *(f"{name}: {_short(value)}" for name, value in figure.items()), flush=True)
+            if arguments.name:
+                record.save(arguments.name, figures)
+    _show(figures, arguments.streams)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=("jax", "torch"), default="jax")
-    parser.add_argument("--model", choices=MODELS, default="gpt2")
+    parser.add_argument("--engines", choices=("jax", "torch"), nargs="+", default=["jax"])
+    parser.add_argument("--models", choices=MODELS, nargs="+", default=["gpt2"])
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=int, default=16, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each text")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2, help="of ours; Hugging Face has one")
     parser.add_argument("--no-hf", action="store_true", help="leave out Hugging Face")
-    parser.add_argument("--first-token", action="store_true", help="also the time to the first token")
+    parser.add_argument("--limit", type=float, default=600, help="seconds of one engine with one model")
+    parser.add_argument("--name", help="of the results file; none is written without it")
+    parser.add_argument("--case", nargs=2, metavar=("ENGINE", "MODEL"), help=argparse.SUPPRESS)  # in this process
     return parser.parse_args()
+
+
+def _measured_elsewhere(engine: str, model: str, limit: float) -> Iterator[dict[str, Any]]:
+    """The figures of an engine and a model, as another process prints them."""
+    command = [sys.executable, *sys.argv, "--case", engine, model]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        end = threading.Timer(limit, child.kill)
+        end.start()
+        yield from (json.loads(line) for line in child.stdout or () if line.startswith("{"))
+        end.cancel()
+    if child.returncode:
+        yield {"ended": f"after {limit:g} s" if child.returncode == -signal.SIGKILL else f"with {child.returncode}"}
+
+
+def _measure(engine: str, name: str, arguments: argparse.Namespace) -> None:
+    """Print the figures of an engine and a model, one by one."""
+    began = time.perf_counter()
+    tell = lambda **figure: print(json.dumps(figure), flush=True)  # noqa: E731
+    model, parameters = _random_model(name)
+    reader = make_reader(engine, model, VOCAB)
+    tell(**reader.describe(), slots=arguments.slots)
+    slots = make_slots(engine, reader, arguments.slots)
+    served = Served(0, reader.load(parameters))
+    batch = Batch(slots, reader.context, Bytewise(), served, most_waiting=10**6)  # type: ignore[arg-type]
+    tell(**{"s to load": time.perf_counter() - began})
+    began = time.perf_counter()
+    _write(batch, _prompts(1, arguments), 4)
+    tell(**{"s to compile": time.perf_counter() - began})
+    dispatched = _timed_steps(slots)
+    texts: list[list[int]] = []
+    for streams in arguments.streams:
+        rate, written = _rate(batch, streams, arguments)
+        differing = sum(a != b for a, b in zip(texts, written, strict=False))
+        tell(**{f"ours {streams}": rate, f"of {streams} differ": differing})
+        texts = max(texts, written, key=len)
+    tell(**{"host": 1000 * statistics.median(dispatched), "first token": _first_token(batch, arguments)})
+    if not arguments.no_hf:
+        theirs = Theirs(model, parameters, reader.describe())
+        theirs.write(_prompts(1, arguments), 4)
+        for streams in arguments.streams:
+            began = time.perf_counter()
+            theirs.write(_prompts(streams, arguments), arguments.tokens)
+            tell(**{f"theirs {streams}": streams * arguments.tokens / (time.perf_counter() - began)})
+
+
+def _show(figures: dict[str, dict[str, Any]], streams: list[int]) -> None:
+    table = Table("", "streams", "tokens/s", "times one", "Hugging Face", "times theirs", "first token, ms")
+    for case, found in figures.items():
+        for count in streams:
+            ours, one, theirs = (found.get(name) for name in (f"ours {count}", "ours 1", f"theirs {count}"))
+            ratios = [ours and other and ours / other for other in (one, theirs)]
+            shown = [ours, ratios[0], theirs, ratios[1], found.get("first token")]
+            table.add_row(case, str(count), *("–" if value is None else _short(value) for value in shown))
+    Console().print(table)
+
+
+def _short(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
 def _random_model(name: str) -> tuple[Model, dict[str, np.ndarray]]:
@@ -122,46 +185,58 @@ class Theirs:
             self._torch.cuda.synchronize()
 
 
-def _compared(batch: Batch, theirs: Theirs | None, streams: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """Tokens per second of so many texts at once: medians of alternating rounds, after one that compiles."""
-    prompts = np.random.default_rng(0).integers(0, VOCAB, (streams, arguments.prompt))
-    times: dict[str, list[float]] = {"ours": [], "theirs": []}
-    for _ in range(arguments.rounds + 1):
+def _prompts(streams: int, arguments: argparse.Namespace) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, VOCAB, (streams, arguments.prompt))
+
+
+def _rate(batch: Batch, streams: int, arguments: argparse.Namespace) -> tuple[float, list[list[int]]]:
+    """Tokens per second of so many texts at once, the median of some rounds, and their ids."""
+    times = []
+    for _ in range(arguments.rounds):
         began = time.perf_counter()
-        _write(batch, prompts, arguments.tokens)
-        times["ours"].append(time.perf_counter() - began)
-        if theirs:
-            began = time.perf_counter()
-            theirs.write(prompts, arguments.tokens)
-            times["theirs"].append(time.perf_counter() - began)
-    count = streams * arguments.tokens
-    return {name: count / statistics.median(found[1:]) for name, found in times.items() if found}
+        texts = _write(batch, _prompts(streams, arguments), arguments.tokens)
+        times.append(time.perf_counter() - began)
+    return streams * arguments.tokens / statistics.median(times), texts
 
 
-def _write(batch: Batch, prompts: np.ndarray, tokens: int) -> None:
-    unfinished = []
-    for seed, prompt in enumerate(prompts.tolist()):
-        request = Request(tuple(prompt), tokens, seed=seed)
-        unfinished.append(batch.submit(request, lambda piece: None))
+def _write(batch: Batch, prompts: np.ndarray, tokens: int) -> list[list[int]]:
+    """The ids of a text after each prompt."""
+    texts = [
+        batch.submit(Request(tuple(prompt), tokens, seed=seed), lambda piece: None)
+        for seed, prompt in enumerate(prompts.tolist())
+    ]
     while batch.turn():
         pass
-    assert all(text.drawn == tokens for text in unfinished)
+    assert all(text.drawn == tokens for text in texts)
+    return [text.sample.ids for text in texts]
 
 
-def _first_token(batch: Batch, arguments: argparse.Namespace, asked: int = 20) -> float:
+def _timed_steps(slots: Any) -> list[float]:
+    """Seconds that each call of `step` takes from now on; the device has not computed it by then."""
+    times: list[float] = []
+    step = slots.step
+
+    def timed(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        drawn = step(*arguments)
+        times.append(time.perf_counter() - began)
+        return drawn
+
+    slots.step = timed
+    return times
+
+
+def _first_token(batch: Batch, arguments: argparse.Namespace, asked: int = 10) -> float:
     """Median milliseconds from a request to its first token, while 8 others, or all slots but one, are busy."""
-    random = np.random.default_rng(1)
     waits = []
     for _ in range(asked):
-        prompts = random.integers(0, VOCAB, (9, arguments.prompt)).tolist()
-        running = [
-            batch.submit(Request(tuple(p), 100), lambda piece: None) for p in prompts[: min(8, arguments.slots - 1)]
-        ]
+        *others, prompt = _prompts(min(9, arguments.slots), arguments).tolist()
+        running = [batch.submit(Request(tuple(other), 100), lambda piece: None) for other in others]
         while not all(text.drawn > 2 for text in running):
             batch.turn()
         came: list[float] = []
         began = time.perf_counter()
-        text = batch.submit(Request(tuple(prompts[8]), 4), lambda piece: came.append(time.perf_counter()))  # noqa: B023
+        text = batch.submit(Request(tuple(prompt), 4), lambda piece: came.append(time.perf_counter()))  # noqa: B023
         while not came:
             batch.turn()
         waits.append(1000 * (came[0] - began))

@@ -5,7 +5,8 @@
 
 Clients send prompts of random lengths, go away in the middle, and send bad requests, to two replicas on Ray Serve.
 Meanwhile the run's checkpoints are copied, one after another, into the run that is served with --follow, and replicas
-are killed. In the end each text is compared with that of the same request alone, by the checkpoint that it says.
+are killed. In the end each text is compared with that of the same request alone, by the checkpoint that it says. Each
+replica's memory is read twice a minute: the load is the same all the time, so that what leaks grows to the end.
 """
 
 import argparse
@@ -46,14 +47,14 @@ def main() -> None:
         "answers": len(clients.answers),
         "wrong texts": wrong,
         "of steps": dict(Counter(told.step for told in clients.answers)),
-        "memory of the replicas, MB": memory,
+        "MB of each replica, twice a minute": memory,
         **clients.counts,
     }
     record.show(figures, "serve-load")
 
 
-async def _loaded(run: Any, growing: Path, arguments: argparse.Namespace) -> tuple[Clients, list[int]]:
-    """The clients after their time, and the replicas' memory at the beginning and at the end."""
+async def _loaded(run: Any, growing: Path, arguments: argparse.Namespace) -> tuple[Clients, dict[int, list[int]]]:
+    """The clients after their time, and the memory of each replica on the way."""
     import uvicorn
 
     options = Options(str(growing), slots=8, waiting=16, follow=True)
@@ -70,9 +71,10 @@ async def _loaded(run: Any, growing: Path, arguments: argparse.Namespace) -> tup
             await asyncio.sleep(0.01)
         address = f"http://127.0.0.1:{listening.getsockname()[1]}"
         clients = Clients(address, model.vocabulary.context, arguments.clients, 60 * arguments.minutes)
-        memory = [_memory()]
+        memory: dict[int, list[int]] = {}  # MB by the number of the process
+        watching = asyncio.create_task(_watch(memory))
         await asyncio.gather(clients.run(), _disturb(run, growing, arguments))
-        memory.append(_memory())
+        watching.cancel()
         server.should_exit = True
         await asyncio.to_thread(thread.join)
     return clients, memory
@@ -109,8 +111,12 @@ def _replicas() -> list[psutil.Process]:
     return [child for child in children if "RunModel" in " ".join(child.cmdline())]
 
 
-def _memory() -> int:
-    return sum(child.memory_info().rss for child in _replicas()) // 2**20
+async def _watch(memory: dict[int, list[int]]) -> None:
+    while True:
+        for replica in _replicas():
+            memory.setdefault(replica.pid, []).append(replica.memory_info().rss // 2**20)
+        print(memory, flush=True)
+        await asyncio.sleep(30)
 
 
 async def _compare(folder: str, answers: list[Told]) -> int:

@@ -78,7 +78,10 @@ def serve(
     api_key_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="Holds the API key; or set RAYGPT_API_KEY.")
     ] = None,
-    slots: Annotated[int, typer.Option(min=1, help="Texts that a replica generates at once.")] = 8,
+    slots: Annotated[
+        int | None,
+        typer.Option(min=1, help="Texts that a replica generates at once (default: 8, on a GPU 32, if they fit)."),
+    ] = None,
     waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait for one; more get status 429.")] = 64,
     replicas: Annotated[int, typer.Option(min=1, help="Replicas of each model.")] = 1,
     gpus: Annotated[

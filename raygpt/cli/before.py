@@ -97,7 +97,7 @@ def _plan_sweep(
     from raygpt.show import sweep as shown
     from raygpt.sweep import forecast, grid
 
-    base = grid.base_of(recipe, overrides, "sweep")
+    base = grid.base_of(recipe, overrides, "sweep", console.note)
     grid.check_values(recipe, overrides, axes)
     corpus = look_up(base.data, base.run.storage)
     tokens = corpus.train_tokens or 10**12  # as the plan of a run does
@@ -144,7 +144,7 @@ def sweep(
     axes, overrides = divide(words)
     if not axes:
         raise RaygptError("sweep: there is nothing to try; write e.g. optimizer.learning_rate=1e-3,2e-3,4e-3")
-    base = grid.base_of(recipe, overrides, "sweep")
+    base = grid.base_of(recipe, overrides, "sweep", console.note)
     grid.check_values(recipe, overrides, axes)
     prepared.check(base)
     with launch.on_cluster(base):
@@ -179,7 +179,7 @@ def scaling(
 ) -> None:
     """Predict a run's loss: train small models of its family, and fit a law in parameters and tokens."""
     from raygpt import storage
-    from raygpt.show import data
+    from raygpt.show import console, data
     from raygpt.show import scaling as shown
     from raygpt.show.scaling_page import scaling_page
     from raygpt.show.sweep import running
@@ -191,7 +191,7 @@ def scaling(
     from raygpt.training.plan import in_steps
     from raygpt.training.ray import launch
 
-    base = base_of(recipe, overrides or [], "scaling")
+    base = base_of(recipe, overrides or [], "scaling", console.note)
     check_length(base)
     prepared.check(base)
     with launch.on_cluster(base):
@@ -282,13 +282,18 @@ def data_show(
     rows: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 3,
     column: Annotated[str, typer.Option(help="The field of jsonl and parquet that holds the text.")] = "text",
     tokenizer: Annotated[str, typer.Option(help="What nanoGPT's train.bin and val.bin were made with.")] = "gpt2",
+    page: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a page about a store's documents, with histograms.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print schema and raw rows of a source, or header, counts and decoded rows of a store."""
+    """Print schema and raw rows of a source, or counts, a summary of the documents and decoded rows of a store."""
     from raygpt.corpus import look
     from raygpt.show import data
 
     shown = look.look(what, rows=rows, column=column, tokenizer=tokenizer)
+    if page:
+        data.write_page(shown, page)
     if as_json:
         print_json(shown)
     else:

@@ -125,9 +125,9 @@ def submit(
 
     from raygpt.jobs import JobServer
     from raygpt.recipes import load_recipe
-    from raygpt.show import results
+    from raygpt.show import console, results
 
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = load_recipe(recipe, overrides or [], console.note)
     server = JobServer(cluster)
     job = server.submit(loaded)
     if as_json:
@@ -226,7 +226,7 @@ def deploy(
     from raygpt.deploy import files
     from raygpt.deploy.deployment import Options, parse_selector, plan_deployment
     from raygpt.recipes import load_recipe
-    from raygpt.show import results
+    from raygpt.show import console, results
 
     options = Options(
         target,
@@ -245,7 +245,7 @@ def deploy(
         retries=retries,
         time=time,
     )
-    deployment = plan_deployment(load_recipe(recipe, overrides or []), options)
+    deployment = plan_deployment(load_recipe(recipe, overrides or [], console.note), options)
     if dry_run:
         blocks = files.explain(deployment)
         if as_json:

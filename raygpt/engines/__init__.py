@@ -52,8 +52,8 @@ def read_parameters(name: str, folder: str, model: Model, vocab: int) -> Arrays:
 
 
 def devices_of(name: str) -> Any:
-    """An engine's module of devices: `use_all_cores`, `names`, `is_accelerated`, `limit_memory`, `peak_bytes`, and
-    JAX's `one`. It does not import a model."""
+    """An engine's module of devices: `use_all_cores`, `names`, `is_accelerated`, `limit_memory`, `free_bytes`,
+    `peak_bytes`, and JAX's `one`. It does not import a model."""
     return import_module(f"raygpt.engines.{name}.devices")
 
 

@@ -154,6 +154,22 @@ class Rows(NamedTuple):
         """The row of one slot, each [1]."""
         return Rows(*(array[slot : slot + 1] for array in self))
 
+    @property
+    def limited(self) -> Any:
+        """Which of them draw from a part of the vocabulary only: bool [slots]."""
+        return (self.top_ks > 0) | (self.top_ps < 1)
+
+    def packed(self) -> NDArray[np.int32]:
+        """All of them as one array to send to the device, int32 [fields, slots]; fp32 bit for bit."""
+        return np.stack([a.view(np.int32) if a.dtype == np.float32 else a.astype(np.int32) for a in self])
+
+    @classmethod
+    def unpacked(cls, numbers: Any, float32: Any) -> "Rows":
+        """Of what `packed` gave, on the device, whose library calls fp32 `float32`."""
+        rows = cls(*numbers)
+        floats = {name: getattr(rows, name).view(float32) for name in ("temperatures", "top_ps")}
+        return rows._replace(live=rows.live > 0, **floats)
+
 
 class Drawn(NamedTuple):
     """Tokens that were drawn, or read, with their log-probabilities."""

@@ -22,16 +22,16 @@ def loop(first: int, end: int, body: Callable[[Any, Any], Any], value: Any) -> A
     return value
 
 
-def draw(logits: Any, bias: Any, rows: Any, xp: Any, limits: Any = None) -> Any:
-    """One id per row of fp32 logits [rows, vocabulary]. `limits` are `rows` as NumPy has them, if that is elsewhere."""
-    limits = limits or rows
+def draw(logits: Any, bias: Any, rows: Any, xp: Any) -> Any:
+    """One id per row of fp32 logits [rows, vocabulary], with the row's bias, whatever its top-k and top-p."""
+    return pick(scale(logits, bias, rows.temperatures, xp), rows.top_ks * 0 + LOWEST, rows, xp)
+
+
+def draw_limited(logits: Any, bias: Any, rows: Any, xp: Any, loop: Loop = loop) -> Any:
+    """The same within each row's top-k and top-p."""
     scaled = scale(logits, bias, rows.temperatures, xp)
-    smallest = rows.top_ks * 0 + LOWEST
-    if limits.top_ks.any():
-        smallest = smallest_of_top_k(scaled, rows.top_ks, xp)
-    if (limits.top_ps < 1).any():
-        smallest = smallest_of_top_p(scaled, smallest, rows.top_ps, xp)
-    return pick(scaled, smallest, rows, xp)
+    smallest = smallest_of_top_k(scaled, rows.top_ks, xp, loop)
+    return pick(scaled, smallest_of_top_p(scaled, smallest, rows.top_ps, xp, loop), rows, xp)
 
 
 def scale(logits: Any, bias: Any, temperatures: Any, xp: Any) -> Any:

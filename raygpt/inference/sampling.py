@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.engines.base import Rows
-from raygpt.engines.drawing import draw, fold_seed
+from raygpt.engines.drawing import draw, draw_limited, fold_seed
 from raygpt.errors import RaygptError
 
 Logits = NDArray[np.floating[Any]]
@@ -81,7 +81,9 @@ def stream(
     rows = rows_of(len(prompt), temperature, top_k, top_p, seed)
     logits, cache = model.prefill(state, prompt)
     for place in range(prompt.shape[1], model.context + 1):
-        drawn = draw(np.asarray(logits, np.float32), 0, rows, np).astype(np.int32)
+        drawn = (draw_limited if rows.limited.any() else draw)(np.asarray(logits, np.float32), 0, rows, np).astype(
+            np.int32
+        )
         yield drawn
         rows = rows._replace(counts=rows.counts + 1)
         if place < model.context:

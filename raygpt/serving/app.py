@@ -303,8 +303,11 @@ SAFE = {
 
 def _asset(name: str, kind: str) -> Callable[[HttpRequest], Awaitable[Response]]:
     async def serve(http: HttpRequest) -> Response:
-        file = resources.files("raygpt") / "serving" / "assets" / (name or "page.html")
-        return Response(file.read_text("utf-8"), media_type=kind, headers=SAFE)
+        package = resources.files("raygpt")
+        files = [package / "serving" / "assets" / (name or "page.html")]
+        if name == "page.css":
+            files.insert(0, package / "assets" / "colours.css")  # those of the reports
+        return Response("".join(file.read_text("utf-8") for file in files), media_type=kind, headers=SAFE)
 
     return serve
 

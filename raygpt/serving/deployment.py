@@ -17,6 +17,7 @@ from raygpt.cluster import connected
 from raygpt.errors import RaygptError
 from raygpt.host import cores
 from raygpt.serving.app import Backend, Limits, connect, make_app
+from raygpt.serving.memory import MOST
 from raygpt.serving.model import Options, RunModel
 from raygpt.serving.texts import Piece, Request
 
@@ -78,7 +79,7 @@ def _deploy(serve: Any, name: str, options: Options, replicas: Replicas) -> Back
     threads = {} if gpus else {"OMP_NUM_THREADS": str(cores())}  # Ray would set as many as CPUs are reserved
     deployment = serve.deployment(RunModel).options(
         num_replicas=replicas.count,
-        max_ongoing_requests=options.slots + options.waiting + 16,  # more are refused by the model
+        max_ongoing_requests=(options.slots or max(MOST.values())) + options.waiting + 16,  # the model refuses more
         ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": gpus, "runtime_env": {"env_vars": threads}},
         logging_config={"log_level": "ERROR"},
     )

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raygpt import host
 from raygpt.engines import devices_of, make_slots
 from raygpt.errors import RaygptError
 from raygpt.inference.loaded import LoadedModel, load, read
@@ -18,6 +19,7 @@ from raygpt.models import describe
 from raygpt.runs import OpenRun, open_run
 from raygpt.runs.metrics import Line
 from raygpt.runs.metrics import read as read_metrics
+from raygpt.serving import memory
 from raygpt.serving.batching import Batch, Served
 from raygpt.serving.texts import Piece, Request
 
@@ -31,7 +33,7 @@ class Options:
 
     folder: str  # of its run
     step: int | None = None  # of the checkpoint; by default the best, or the newest with `follow`
-    slots: int = 8  # texts that are generated at once
+    slots: int | None = None  # texts that are generated at once; by default as memory.py says
     waiting: int = 64  # requests that may wait for a slot
     follow: bool = False  # load every new checkpoint
     poll_s: float = 2.0  # how often to look for one
@@ -47,7 +49,7 @@ class RunModel:
         devices_of(run.recipe.engine).limit_memory(options.gpu_share)
         loaded = _wait_for_first(run, options) if options.follow else load(run, options.step)
         self._loaded = loaded
-        slots = make_slots(loaded.engine, loaded.reader, options.slots)
+        slots = make_slots(loaded.engine, loaded.reader, _count_slots(loaded, options))
         served = Served(loaded.checkpoint.step, loaded.state)
         self._batch = Batch(slots, loaded.reader.context, loaded.tokenizer, served, options.waiting)
         self._closing = threading.Event()
@@ -84,7 +86,7 @@ class RunModel:
             "context": loaded.reader.context,
             "parameters": describe(loaded.model, loaded.tokenizer.vocab).count,
             "follow": self.options.follow,
-            "slots": self.options.slots,
+            "slots": self._batch.load.slots,
             "waiting": self.options.waiting,
             "tokenizer": loaded.tokenizer.describe(),
             **loaded.reader.describe(),
@@ -125,6 +127,13 @@ class RunModel:
         if run.steps and run.steps[-1] > self._batch.served.step:
             found = read(run, run.steps[-1])
             self._batch.served = Served(run.steps[-1], self._loaded.reader.load(found.parameters))
+
+
+def _count_slots(loaded: LoadedModel, options: Options) -> int:
+    each = memory.slot_bytes(describe(loaded.model, loaded.tokenizer.vocab), loaded.reader.describe()["precision"])
+    on_gpu = devices_of(loaded.engine).free_bytes(options.gpu_share)
+    free, kind = (host.free_memory(), "cpu") if on_gpu is None else (on_gpu, "gpu")
+    return memory.count_slots(options.slots, each, free, kind)
 
 
 def _wait_for_first(run: OpenRun, options: Options) -> LoadedModel:

@@ -53,8 +53,13 @@ def document(title: str, body: str) -> str:
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)} – raygpt</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>{_asset('page.css')}{chart.style()}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+        f"<style>{_colours()}{_asset('page.css')}{chart.style()}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     )
+
+
+def _colours() -> str:
+    """Those of all pages."""
+    return (resources.files("raygpt") / "assets" / "colours.css").read_text("utf-8")
 
 
 def _asset(name: str) -> str:

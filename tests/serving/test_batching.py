@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_model import CONTEXT, MODERN, VOCAB, answers, batch_of, ids, reader_of, served, text
+from small_model import CONTEXT, MODEL, MODERN, VOCAB, answers, batch_of, ids, parameters, reader_of, served, text
 
 from raygpt.corpus.tokenizers import Bytes
 from raygpt.engines import make_slots
@@ -224,3 +224,73 @@ def test_a_long_prompt_does_not_hold_up_another_text(batch):
         batch.turn()
         drawn.append(batch._texts[0].dispatched)
     assert drawn == [drawn[0], drawn[0] + 1, drawn[0] + 2], "a token each turn"
+
+
+@pytest.mark.parametrize("engine", ["jax"], indirect=True)
+def test_a_step_is_two_programs_of_jax_one_array_to_the_device_and_one_back(batch, slots, monkeypatch):
+    import jax
+
+    request = Request(prompt(3), 8, bias={256: -100.0})
+    answers(batch, [request, replace(request, top_p=0.5)])  # compiles
+    calls, sent, got = [], [], []
+    for name in ("_read_tokens", "_limit", "_write_tokens", "_read_part", "_read_first", "_put", "_top"):
+        program = getattr(slots, name)
+        monkeypatch.setattr(slots, name, lambda *a, name=name, run=program: calls.append(name) or run(*a))
+    put, get = jax.device_put, jax.device_get
+    monkeypatch.setattr(jax, "device_put", lambda array, device: sent.append(array.shape) or put(array, device))
+    monkeypatch.setattr(jax, "device_get", lambda tree: got.extend(jax.tree.leaves(tree)) or get(tree))
+    for one, more in ((request, []), (replace(request, top_p=0.5), ["_limit"])):
+        batch.submit(one, lambda piece: None)
+        for _ in range(3):
+            batch.turn()
+        for seen in (calls, sent, got):
+            seen.clear()
+        with jax.transfer_guard("disallow"):  # what is not sent on purpose
+            batch.turn()
+        assert (calls, sent) == (["_read_tokens", *more, "_write_tokens"], [(7, 4)])
+        assert [array.shape for array in got] == [(3, 4)]
+        while batch.turn():
+            pass
+
+
+@pytest.mark.parametrize("engine", ["torch"], indirect=True)
+def test_a_step_of_pytorch_can_be_captured_for_it_waits_for_no_number_and_writes_where_it_did(batch, slots):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    names = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+            names.append(operation.overloadpacket.__name__)
+            return operation(*arguments, **(options or {}))
+
+    batch.submit(Request(prompt(3), 8, top_p=0.5, bias={256: -100.0}), lambda piece: None)
+    for _ in range(3):
+        batch.turn()
+    before = [tensor.data_ptr() for tensor in (slots._logits, slots._drawn, slots._tokens, slots._numbers)]
+    with Operations():
+        batch.turn()
+    assert "scaled_dot_product_attention" in " ".join(names)
+    assert not {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"} & set(names)
+    assert [t.data_ptr() for t in (slots._logits, slots._drawn, slots._tokens, slots._numbers)] == before
+
+
+@pytest.mark.parametrize("engine", ["torch"], indirect=True)
+def test_to_compute_a_step_twice_before_its_tokens_are_kept_changes_nothing(batch, slots, monkeypatch):
+    """As when it is captured: a CUDA graph is computed once before."""
+    request = Request(prompt(9), 8, seed=5, top_k=9)
+    once = ids(answers(batch, [request])[0])
+    repeat = slots._repeat
+    monkeypatch.setattr(slots, "_repeat", lambda key, compute: [repeat(key, compute) for _ in range(2)])
+    assert ids(answers(batch, [request])[0]) == once
+
+
+def test_matrices_are_kept_in_the_precision_of_the_arithmetic(engine):
+    reader = reader_of(engine, MODEL.model_copy(update={"precision": "bf16"}))
+    state = reader.load(parameters())
+    matrices = (
+        [array for layer in state.blocks for array in layer.values() if array.ndim > 1] + [state.top["tokens"]]
+        if engine == "jax"
+        else [parameter for parameter in state.parameters() if parameter.ndim > 1]
+    )
+    assert {str(array.dtype).removeprefix("torch.") for array in matrices} == {"bfloat16"}

@@ -14,14 +14,15 @@ from raygpt.interop.tokenizer_json import to_json
 
 pytest.importorskip("ray.serve", reason="needs the extra serve")
 from raygpt.serving.deployment import Replicas, deployed
+from raygpt.serving.memory import MOST
 from raygpt.serving.model import Options
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """The same random model as a run of each engine."""
+def theirs(tmp_path_factory):
+    """A folder with a random model, as transformers writes it."""
     import torch
     import transformers
 
@@ -33,8 +34,14 @@ def runs(tmp_path_factory):
     )  # fmt: skip
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps(to_json(Bytes())))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def runs(theirs, tmp_path_factory):
+    """The same model as a run of each engine."""
     home = tmp_path_factory.mktemp("ours")
-    return {engine: import_run(str(folder), str(home / engine), engine).folder for engine in ("jax", "torch")}
+    return {engine: import_run(theirs, str(home / engine), engine).folder for engine in ("jax", "torch")}
 
 
 def completion(address, **body):
@@ -106,3 +113,23 @@ def test_a_run_that_is_training_is_reloaded_at_each_checkpoint(trained_run, tmp_
             assert losses["loss"][-1][1] < losses["loss"][0][1]
     finally:
         model.close()
+
+
+@pytest.mark.extended
+def test_a_run_on_s3_is_served_as_one_on_a_disk(theirs, runs, s3):
+    from raygpt.serving.model import RunModel
+    from raygpt.serving.options import models_of
+
+    import_run(theirs, f"{s3}/served", "jax")
+    texts = []
+    for folder in (runs["jax"], f"{s3}/served"):
+        (options,) = models_of([folder], follow=False).values()
+        model = RunModel(options)
+        try:
+            with serving({"it": model}) as address:
+                texts.append(completion(address, prompt="the", temperature=0.8)[1]["choices"][0]["text"])
+                (listed,) = httpx.get(address + "/v1/models", timeout=60).json()["data"]
+        finally:
+            model.close()
+    assert texts[0] == texts[1]
+    assert listed["slots"] == MOST["cpu"], "by default"

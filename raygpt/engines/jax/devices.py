@@ -47,6 +47,13 @@ def limit_memory(share: float) -> None:
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(share)
 
 
+def free_bytes(share: float = 1.0) -> int | None:
+    """Memory of the first device that this process may still take; None if unknown, as on a CPU. JAX knows its share
+    since `limit_memory`."""
+    known = jax.local_devices()[0].memory_stats() or {}
+    return int(known["bytes_limit"] - known["bytes_in_use"]) if "bytes_limit" in known else None
+
+
 def peak_bytes() -> int:
     """The most memory in use on the first device so far; 0 if unknown, as on a CPU."""
     return int((jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0))

@@ -54,12 +54,13 @@ class JaxReader:
         }
 
     def load(self, parameters: Arrays) -> ReaderState:
-        """The parameters, as `Weights` has them, on the device."""
+        """The parameters, as `Weights` has them, on the device. Matrices are rounded once, not for every token."""
         arrays = from_plain(parameters, self.description, accurate(self.dtype))
         stacked = blocks_of(arrays)
         blocks = tuple({name: array[n] for name, array in stacked.items()} for n in range(self.model.layers))
         top = {name: array for name, array in arrays.items() if not name.startswith("blocks.")}
-        return jax.device_put(ReaderState(top, blocks), self.device)
+        rounded = jax.tree.map(lambda a: a.astype(self.dtype) if a.ndim > 1 else a, ReaderState(top, blocks))
+        return jax.device_put(rounded, self.device)
 
     def prefill(self, state: ReaderState, ids: NDArray[np.int32]) -> tuple[NDArray[np.floating[Any]], Any]:
         """Read prompts [rows, time], padded to a bucket. Padding is overwritten before it is read."""

@@ -1,12 +1,13 @@
 """Texts generated side by side by JAX: the slots' caches in one array, updated in place; tokens drawn on the device.
 
-The programs do not depend on what others ask for: whether a text wants alternatives or top-p decides which further
-program runs on the same logits, not how the token is computed.
+A step is two programs, one array to the device and one back, whatever the number of slots. The programs do not depend
+on what others ask for: whether a text wants alternatives or a limit like top-p decides which further program runs on
+the same logits, and that changes nothing for those who did not ask.
 """
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,51 +35,48 @@ class JaxSlots:
         self._caches = tuple(Cache(empty(), empty()) for _ in range(layers))
         self._tokens = zeros(count, dtype=jnp.int32)  # the last one of each slot, which the next step reads
         self._bias = zeros(count, reader.vocab, dtype=jnp.float32)
-        self._all = {rows: zeros(rows, dtype=jnp.int32) + drawing.LOWEST for rows in (1, count)}
 
     def read(self, state: ReaderState, slot: int, ids: NDArray[np.int32], start: int) -> Array:
         hidden, new = self._read_part(state, self._caches, ids, slot, start)
         self._caches = self._write_part(self._caches, new, slot, start)
         return hidden
 
-    def score(self, state: ReaderState, hidden: Array, following: NDArray[np.int32]) -> Drawn:
-        return self._known(self._logits(state, hidden), jnp.asarray(following), True)
+    def score(self, state: ReaderState, hidden: Array, following: NDArray[np.int32]) -> "Pending":
+        logits = self._logits(state, hidden)
+        return self._pending(logits, self._known(logits, following), True)
 
-    def begin(self, state: ReaderState, slot: int, hidden: Array, last: int, rows: Rows, top: bool) -> Drawn:
-        logits, row = self._logits(state, self._take(hidden, last)), rows.of(slot)
-        drawn = self._pick(self._scaled(logits, self._take(self._bias, slot), row.temperatures), row)
-        self._tokens = self._put(self._tokens, drawn, slot)
-        return self._known(logits, drawn, top)
+    def begin(self, state: ReaderState, slot: int, hidden: Array, last: int, rows: Rows, top: bool) -> "Pending":
+        row = rows.of(slot)
+        numbers = self._send(row)
+        logits, bias, drawn = self._read_first(state, hidden, last, self._bias, slot, numbers)
+        drawn = self._limit(logits, bias, numbers, drawn) if row.limited.any() else drawn
+        self._tokens = self._put(self._tokens, drawn[0], slot)
+        return self._pending(logits, drawn, top)
 
-    def step(self, state: ReaderState, rows: Rows, top: bool) -> Drawn:
-        logits, new = self._read_tokens(state, self._caches, self._tokens, rows.positions)
-        self._caches = self._write_tokens(self._caches, new, rows.positions)
-        drawn = self._pick(self._scaled(logits, self._bias, rows.temperatures), rows)
-        self._tokens = self._where(rows.live, drawn, self._tokens)
-        return self._known(logits, drawn, top)
+    def step(self, state: ReaderState, rows: Rows, top: bool) -> "Pending":
+        numbers = self._send(rows)
+        logits, new, drawn = self._read_tokens(state, self._caches, self._tokens, self._bias, numbers)
+        drawn = self._limit(logits, self._bias, numbers, drawn) if rows.limited.any() else drawn
+        self._caches, self._tokens = self._write_tokens(self._caches, new, self._tokens, drawn, numbers)
+        return self._pending(logits, drawn, top)
 
     def bias(self, slot: int, values: Mapping[int, float]) -> None:
         row = np.zeros(self.reader.vocab, np.float32)
         row[list(values)] = list(values.values())
         self._bias = self._put(self._bias, row[None], slot)
 
-    def fetch(self, drawn: Drawn) -> Drawn:
-        return Drawn(*jax.device_get(tuple(drawn)))
+    def fetch(self, drawn: "Pending") -> Drawn:
+        numbers, top = jax.device_get(drawn)
+        return Drawn(numbers[0], numbers[1].view(np.float32), *(top or (None, None)))
 
-    def _pick(self, scaled: Array, rows: Rows) -> Array:
-        smallest = self._all[len(scaled)]
-        if rows.top_ks.any():
-            smallest = self._smallest_of_top_k(scaled, rows.top_ks)
-        if (rows.top_ps < 1).any():
-            smallest = self._smallest_of_top_p(scaled, smallest, rows.top_ps)
-        return self._picked(scaled, smallest, rows)
+    def _send(self, rows: Rows) -> Array:
+        return jax.device_put(rows.packed(), self.reader.device)
 
-    def _known(self, logits: Array, drawn: Array, top: bool) -> Drawn:
-        found = Drawn(drawn, self._logprobs(logits, drawn), *(self._top(logits) if top else (None, None)))
-        for array in found:
-            if array is not None:
-                array.copy_to_host_async()
-        return found
+    def _pending(self, logits: Array, drawn: Array, top: bool) -> "Pending":
+        pending = Pending(drawn, self._top(logits, drawn) if top else None)
+        for array in jax.tree.leaves(pending):
+            array.copy_to_host_async()
+        return pending
 
     # Programs
 
@@ -86,9 +84,13 @@ class JaxSlots:
     def _read_tokens(self) -> Any:
         """Separate from writing: in one program, XLA on a CPU would copy the caches before it writes into them."""
 
-        def read(state: ReaderState, caches: tuple[Cache, ...], tokens: Array, positions: Array) -> tuple[Array, New]:
-            hidden, new = self._hidden(state, tokens[:, None], positions, caches)
-            return self.reader.logits(state, hidden[:, 0]), new
+        def read(
+            state: ReaderState, caches: tuple[Cache, ...], tokens: Array, bias: Array, numbers: Array
+        ) -> tuple[Array, New, Array]:
+            rows = Rows.unpacked(numbers, jnp.float32)
+            hidden, new = self._hidden(state, tokens[:, None], rows.positions, caches)
+            logits = self._exact(state, hidden[:, 0])
+            return logits, new, _packed(logits, drawing.draw(logits, bias, rows, jnp))
 
         return jax.jit(read)
 
@@ -117,8 +119,12 @@ class JaxSlots:
 
     @cached_property
     def _write_tokens(self) -> Any:
-        def write(caches: tuple[Cache, ...], new: New, positions: Array) -> tuple[Cache, ...]:
-            return tuple(cache.updated(*pair, positions) for cache, pair in zip(caches, new, strict=True))
+        def write(
+            caches: tuple[Cache, ...], new: New, tokens: Array, drawn: Array, numbers: Array
+        ) -> tuple[tuple[Cache, ...], Array]:
+            rows, pairs = Rows.unpacked(numbers, jnp.float32), zip(caches, new, strict=True)
+            written = tuple(cache.updated(*pair, rows.positions) for cache, pair in pairs)
+            return written, jnp.where(rows.live, drawn[0], tokens)
 
         return jax.jit(write, donate_argnums=0)
 
@@ -137,51 +143,64 @@ class JaxSlots:
         return jax.jit(write, donate_argnums=0)
 
     @cached_property
+    def _read_first(self) -> Any:
+        def read(
+            state: ReaderState, hidden: Array, last: Array, bias: Array, slot: Array, numbers: Array
+        ) -> tuple[Array, Array, Array]:
+            one = lambda array, row: jax.lax.dynamic_slice_in_dim(array, row, 1)  # noqa: E731
+            logits, own = self._exact(state, one(hidden, last)), one(bias, slot)
+            drawn = drawing.draw(logits, own, Rows.unpacked(numbers, jnp.float32), jnp)
+            return logits, own, _packed(logits, drawn)
+
+        return jax.jit(read)
+
+    @cached_property
+    def _limit(self) -> Any:
+        def limit(logits: Array, bias: Array, numbers: Array, drawn: Array) -> Array:
+            rows = Rows.unpacked(numbers, jnp.float32)
+            again = drawing.draw_limited(logits, bias, rows, jnp, jax.lax.fori_loop)
+            return jnp.where(rows.limited, _packed(logits, again, drawn[2].view(jnp.float32)), drawn)
+
+        return jax.jit(limit)
+
+    @cached_property
     def _logits(self) -> Any:
-        return jax.jit(self.reader.logits)
+        return jax.jit(self._exact)
 
     @cached_property
-    def _scaled(self) -> Any:
-        return jax.jit(lambda logits, bias, heat: drawing.scale(logits.astype(jnp.float32), bias, heat, jnp))
-
-    @cached_property
-    def _smallest_of_top_k(self) -> Any:
-        return jax.jit(lambda scaled, ks: drawing.smallest_of_top_k(scaled, ks, jnp, jax.lax.fori_loop))
-
-    @cached_property
-    def _smallest_of_top_p(self) -> Any:
-        return jax.jit(lambda scaled, least, ps: drawing.smallest_of_top_p(scaled, least, ps, jnp, jax.lax.fori_loop))
-
-    @cached_property
-    def _picked(self) -> Any:
-        return jax.jit(lambda scaled, least, rows: drawing.pick(scaled, least, rows, jnp).astype(jnp.int32))
-
-    @cached_property
-    def _logprobs(self) -> Any:
-        def logprobs(logits: Array, tokens: Array) -> Array:
-            return jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - jax.nn.logsumexp(logits, axis=1)
-
-        return jax.jit(logprobs)
+    def _known(self) -> Any:
+        return jax.jit(_packed)
 
     @cached_property
     def _top(self) -> Any:
-        def top(logits: Array) -> tuple[Array, Array]:
+        def top(logits: Array, drawn: Array) -> tuple[Array, Array]:
             values, ids = jax.lax.top_k(logits, min(ALTERNATIVES, self.reader.vocab))
-            return ids, values - jax.nn.logsumexp(logits, axis=1)[:, None]
+            return ids, values - drawn[2].view(jnp.float32)[:, None]
 
         return jax.jit(top)
 
     @cached_property
-    def _where(self) -> Any:
-        return jax.jit(jnp.where)
-
-    @cached_property
-    def _take(self) -> Any:
-        return jax.jit(lambda array, row: jax.lax.dynamic_slice_in_dim(array, row, 1))
-
-    @cached_property
     def _put(self) -> Any:
         return jax.jit(lambda array, row, slot: jax.lax.dynamic_update_slice_in_dim(array, row, slot, 0))
+
+    def _exact(self, state: ReaderState, hidden: Array) -> Array:
+        """Logits [rows, vocabulary] in fp32, in which tokens are drawn."""
+        return self.reader.logits(state, hidden).astype(jnp.float32)
+
+
+class Pending(NamedTuple):
+    """Results on their way to the host."""
+
+    drawn: Array  # as _packed makes it
+    top: tuple[Array, Array] | None  # ids and log-probabilities of alternatives
+
+
+def _packed(logits: Array, tokens: Array, total: Array | None = None) -> Array:
+    """Tokens, their log-probabilities and the logarithm of the sum of all exponentials: int32 [3, rows], fp32 bit for
+    bit."""
+    total = jax.nn.logsumexp(logits, axis=1) if total is None else total
+    logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - total
+    return jnp.stack([tokens.astype(jnp.int32), logprobs.view(jnp.int32), total.view(jnp.int32)])
 
 
 Slots: type[base.Slots] = JaxSlots

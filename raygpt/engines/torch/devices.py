@@ -32,6 +32,14 @@ def limit_memory(share: float) -> None:
         torch.cuda.set_per_process_memory_fraction(share)
 
 
+def free_bytes(share: float = 1.0) -> int | None:
+    """Memory of the GPU that this process may still take, if it may use this share of it; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return min(free, int(share * total) - torch.cuda.memory_reserved())
+
+
 def choose_device() -> torch.device:
     """The GPU that this process was given, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -71,9 +71,9 @@ class TorchReader:
         for name, parameter in gpt.named_parameters():
             parameter.copy_(values(name, tuple(slice(size) for size in parameter.shape)))
         for module in gpt.modules():
-            if isinstance(module, torch.nn.Linear):
+            if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
                 module.to(self.dtype)  # once; autocast would do it for every token
-                if self.device.type == "cpu":
+                if isinstance(module, torch.nn.Linear) and self.device.type == "cpu":
                     module.forward = functools.partial(linear, module)  # type: ignore[method-assign]
         return gpt.eval()
 

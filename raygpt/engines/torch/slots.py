@@ -1,6 +1,7 @@
 """Texts generated side by side by PyTorch: every slot's cache in one tensor, and tokens drawn on the device.
 
-On a GPU a step is captured once as a CUDA graph, which spares launching its few hundred kernels from Python.
+On a GPU a step, with the drawing of its tokens, is captured once as a CUDA graph, which spares launching its few
+hundred kernels from Python. What it reads and writes is therefore always in the same place.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,9 +30,11 @@ class TorchSlots:
         shape = reader.cache_shape(count)
         self._keys, self._values = (torch.zeros(shape, dtype=reader.dtype, device=self.device) for _ in range(2))
         self._tokens = torch.zeros(count, dtype=torch.int32, device=self.device)  # the last of each, read next
-        self._positions = torch.zeros(count, dtype=torch.int64, device=self.device)
+        self._numbers = torch.zeros(len(Rows._fields), count, dtype=torch.int32, device=self.device)  # packed Rows
         self._bias = torch.zeros(count, reader.vocab, device=self.device)
-        self._graphs: WeakKeyDictionary[GPT, Callable[[], Tensor]] = WeakKeyDictionary()  # of loaded checkpoints
+        self._logits = torch.zeros(count, reader.vocab, device=self.device)  # of the last step
+        self._drawn = torch.zeros(3, count, dtype=torch.int32, device=self.device)  # of the last step, as _packed
+        self._graphs: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()  # of loaded checkpoints
 
     @torch.inference_mode()
     def read(self, state: GPT, slot: int, ids: NDArray[np.int32], start: int) -> Tensor:
@@ -50,22 +53,27 @@ class TorchSlots:
 
     @torch.inference_mode()
     def score(self, state: GPT, hidden: Tensor, following: NDArray[np.int32]) -> "Pending":
-        return _known(self.reader.logits(state, hidden), self._put(following), True)
+        logits = self.reader.logits(state, hidden).float()
+        return _pending(logits, _packed(logits, self._put(following)), True)
 
     @torch.inference_mode()
     def begin(self, state: GPT, slot: int, hidden: Tensor, last: int, rows: Rows, top: bool) -> "Pending":
-        logits = self.reader.logits(state, hidden[last : last + 1])
-        drawn = self._pick(logits, self._bias[slot : slot + 1], rows.of(slot))
-        self._tokens[slot : slot + 1] = drawn
-        return _known(logits, drawn, top)
+        logits, row = self.reader.logits(state, hidden[last : last + 1]).float(), rows.of(slot)
+        draw = drawing.draw_limited if row.limited.any() else drawing.draw
+        numbers = Rows.unpacked(self._put(row.packed()), torch.float32)
+        drawn = _packed(logits, draw(logits, self._bias[slot : slot + 1], numbers, torch))
+        self._tokens[slot : slot + 1] = drawn[0]
+        return _pending(logits, drawn, top)
 
     @torch.inference_mode()
     def step(self, state: GPT, rows: Rows, top: bool) -> "Pending":
-        self._positions.copy_(self._put(rows.positions))
-        logits = self._step(state)()
-        drawn = self._pick(logits, self._bias, rows)
-        self._tokens.copy_(torch.where(self._put(rows.live), drawn, self._tokens))
-        return _known(logits, drawn, top)
+        self._numbers.copy_(self._put(rows.packed()))
+        self._repeat(state, lambda: self._draw(state))
+        if rows.limited.any():
+            self._repeat(self, self._limit)
+        live = self._numbers[Rows._fields.index("live")] > 0
+        self._tokens.copy_(torch.where(live, self._drawn[0], self._tokens))
+        return _pending(self._logits, self._drawn, top)
 
     @torch.inference_mode()
     def bias(self, slot: int, values: Mapping[int, float]) -> None:
@@ -76,18 +84,30 @@ class TorchSlots:
     def fetch(self, drawn: "Pending") -> Drawn:
         if drawn.copied:
             drawn.copied.synchronize()
-        return Drawn(*(None if array is None else array.numpy() for array in drawn.arrays))
+        numbers, *top = (array.numpy() for array in drawn.arrays)
+        return Drawn(numbers[0], numbers[1].view(np.float32), *(top or (None, None)))
 
-    def _step(self, state: GPT) -> Callable[[], Tensor]:
-        """Computes the logits [slots, vocabulary] that follow each slot's token at its position."""
-        if self.device.type != "cuda":
-            return lambda: self._read_tokens(state)
-        if state not in self._graphs:
-            self._graphs[state] = _captured(lambda: self._read_tokens(state))
-        return self._graphs[state]
+    def _repeat(self, key: Any, compute: Callable[[], None]) -> None:
+        """Do what was captured under this key; without a GPU, compute it."""
+        if self.device.type == "cuda" and key not in self._graphs:
+            self._graphs[key] = _captured(compute)
+        self._graphs.get(key, compute)()
 
-    def _read_tokens(self, state: GPT) -> Tensor:
-        place = self._positions[:, None]  # [slots, 1]
+    def _draw(self, state: GPT) -> None:
+        """Read each slot's token at its position, and draw what follows."""
+        rows = Rows.unpacked(self._numbers, torch.float32)
+        self._logits.copy_(self._read_tokens(state, rows.positions.long()))
+        self._drawn.copy_(_packed(self._logits, drawing.draw(self._logits, self._bias, rows, torch)))
+
+    def _limit(self) -> None:
+        """Draw again in the slots that have a limit."""
+        rows = Rows.unpacked(self._numbers, torch.float32)
+        again = _packed(self._logits, drawing.draw_limited(self._logits, self._bias, rows, torch))
+        self._drawn.copy_(torch.where(rows.limited, again, self._drawn))
+
+    def _read_tokens(self, state: GPT, positions: Tensor) -> Tensor:
+        """Logits [slots, vocabulary] of what follows each slot's token at its position."""
+        place = positions[:, None]  # [slots, 1]
         visible = (torch.arange(self.reader.context, device=self.device) <= place)[:, None, None]
         rows = torch.arange(self.count, device=self.device)[:, None]
 
@@ -102,10 +122,6 @@ class TorchSlots:
         hidden = self.reader.hidden(state, self._tokens[:, None], place, attention)
         return self.reader.logits(state, hidden[:, 0])
 
-    def _pick(self, logits: Tensor, bias: Tensor, rows: Rows) -> Tensor:
-        put = Rows(*map(self._put, rows))
-        return drawing.draw(logits.float(), bias, put, torch, limits=rows).int()
-
     def _put(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
 
@@ -118,45 +134,48 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Ten
 class Pending(NamedTuple):
     """Results on their way to the host: no later step holds them up."""
 
-    arrays: Drawn
+    arrays: tuple[Tensor, ...]  # as _packed makes them, then ids and log-probabilities of alternatives, if asked for
     copied: Any  # a CUDA event
 
 
-def _pending(drawn: Drawn) -> Pending:
-    if not drawn.tokens.is_cuda:
-        return Pending(drawn, None)
-    arrays = Drawn(*(None if array is None else array.to("cpu", non_blocking=True) for array in drawn))
+def _pending(logits: Tensor, drawn: Tensor, top: bool) -> Pending:
+    arrays = (drawn, *_top(logits, drawn)) if top else (drawn,)
+    if not drawn.is_cuda:
+        return Pending(tuple(array.clone() for array in arrays), None)  # the next step writes to the same place
+    arrived = tuple(array.to("cpu", non_blocking=True) for array in arrays)
     copied = torch.cuda.Event()
     copied.record()
-    return Pending(arrays, copied)
+    return Pending(arrived, copied)
 
 
-def _known(logits: Tensor, tokens: Tensor, top: bool) -> Pending:
-    exact = logits.float()
-    total = exact.logsumexp(-1)
-    logprobs = exact.gather(1, tokens.long()[:, None])[:, 0] - total
-    if not top:
-        return _pending(Drawn(tokens, logprobs, None, None))
-    values, ids = exact.topk(min(ALTERNATIVES, exact.shape[1]))
-    return _pending(Drawn(tokens, logprobs, ids, values - total[:, None]))
+def _packed(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Tokens, their log-probabilities and the logarithm of the sum of all exponentials: int32 [3, rows], fp32 bit for
+    bit."""
+    total = logits.logsumexp(-1)
+    logprobs = logits.gather(1, tokens.long()[:, None])[:, 0] - total
+    return torch.stack([tokens.int(), logprobs.view(torch.int32), total.view(torch.int32)])
 
 
-def _captured(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The same computation as a CUDA graph: its inputs and its result stay where they are."""
+def _top(logits: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    values, ids = logits.topk(min(ALTERNATIVES, logits.shape[1]))
+    return ids, values - drawn[2].view(torch.float32)[:, None]
+
+
+def _captured(compute: Callable[[], None]) -> Callable[[], None]:
+    """The same computation as a CUDA graph, which reads and writes where it did when it was captured.
+
+    It is computed once before, which must change nothing for the next time: what libraries allocate at their first
+    call must not be part of the graph.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # what libraries allocate at their first call must not be part of the graph
+    with torch.cuda.stream(stream):
         compute()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = compute()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return result
-
-    return replay
+        compute()
+    return graph.replay
 
 
 Slots: type[base.Slots] = TorchSlots
