@@ -91,7 +91,7 @@ def assert_trained_as_alone(job, folder):
     alone = folder / "alone.yaml"
     text = Path(job.config, "recipe.yaml").read_text()
     alone.write_text(text.replace("name: tiny", "name: alone").replace("workers: 1..2", "workers: 1"))
-    steps = [f"training.{key}={ours[-1][0]}" for key in ("steps", "eval_every")]
+    steps = [f"training.{key}={ours[-1][0]}" for key in ("steps", "eval_every", "checkpoint_every")]
     command = [*RAYGPT, "train", str(alone), "cluster.resources_per_worker={}", *steps]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": CODE}, check=True, capture_output=True)
     theirs = losses(str(Path(job.run_folder).with_name("alone")))
