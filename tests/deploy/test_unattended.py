@@ -84,8 +84,9 @@ def test_an_error_that_no_retry_helps_ends_with_a_status_of_its_own_and_stops_a_
     assert (status, stopped) == (78, ["this job"])
     assert "no text at" in err
     assert "a retry would end the same way, so there is none" in " ".join(err.split())
-    status, *_ = raygpt(*[word for word in words if word != "--kuberay"], "data.source=missing.txt")
-    assert (status, stopped) == (78, ["this job"])  # of slurm, which has no job server
+    of_slurm = ["--unattended" if word == "--kuberay" else word for word in words]
+    status, *_ = raygpt(*of_slurm, "data.source=missing.txt")
+    assert (status, stopped) == (78, ["this job"])  # where there is no job server, nobody is asked
 
 
 def test_an_error_that_a_retry_may_help_is_one_for_the_scheduler(raygpt, job, stopped, tmp_path):
