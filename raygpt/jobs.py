@@ -5,6 +5,7 @@ that is submitted again resumes its run.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -194,9 +195,10 @@ def stop_this_job() -> None:
     """Have the job server end the job that this process is the driver of, as STOPPED. Returns only if it does not."""
     config = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}"))
     job = config.get("metadata", {}).get("job_submission_id")
-    if job:
-        JobSubmissionClient().stop_job(job)
-        time.sleep(END_S)
+    with contextlib.suppress(ConnectionError, RuntimeError):
+        if job:
+            JobSubmissionClient().stop_job(job)
+            time.sleep(END_S)
 
 
 def check_files(recipe: Recipe) -> None:

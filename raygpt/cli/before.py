@@ -10,6 +10,7 @@ from raygpt.errors import RaygptError
 if TYPE_CHECKING:
     from raygpt.config import Data
     from raygpt.planning.target import Target
+    from raygpt.sweep.values import Axis
 
 
 @app.command(context_settings=UNKNOWN_AS_KEYS)
@@ -51,13 +52,13 @@ def plan(
     from raygpt.sweep.values import divide
 
     target = parse_target(on, peak, memory, bandwidth)
-    axes, _ = divide(overrides or [])
+    axes, single = divide(overrides or [])
     if axes:
-        for option in [
-            name for name, is_given in (("--compile", compile_), ("--find", find), ("--svg", svg)) if is_given
-        ]:
-            raise RaygptError(f"{option}: is for one run, not for a sweep; leave it out, or give each key one value")
-        _plan_sweep(recipe, overrides or [], target, price, as_json)
+        if compile_ or find or svg:
+            raise RaygptError(
+                "--compile, --find and --svg: are for one run; leave them out, or give each key one value"
+            )
+        _plan_sweep(recipe, axes, single, target, price, as_json)
         return
     loaded = load_recipe(recipe, overrides or [], console.note)
     found = forecast(loaded, target)
@@ -87,15 +88,15 @@ def plan(
         planning.show_compiled(answer)
 
 
-def _plan_sweep(recipe: str, words: list[str], target: "Target", price: float | None, as_json: bool) -> None:
+def _plan_sweep(
+    recipe: str, axes: list["Axis"], overrides: list[str], target: "Target", price: float | None, as_json: bool
+) -> None:
     from raygpt.corpus.order import window_count
     from raygpt.planning.corpus import look_up
     from raygpt.show import console
     from raygpt.show import sweep as shown
     from raygpt.sweep import forecast, grid
-    from raygpt.sweep.values import divide
 
-    axes, overrides = divide(words)
     base = grid.base_of(recipe, overrides, "sweep", console.note)
     grid.check_values(recipe, overrides, axes)
     corpus = look_up(base.data, base.run.storage)
@@ -107,7 +108,7 @@ def _plan_sweep(recipe: str, words: list[str], target: "Target", price: float | 
         print_json(forecast.as_dict(planned, seconds, cost))
         return
     shown.show_plan(
-        planned, 1, seconds, f" on {target}" + ("" if cost is None else f", {cost:,.2f} at {price:g} an hour")
+        planned, 1, seconds, f" on {target}" + ("" if cost is None else f", {cost:,.2f} at {price:g} per device-hour")
     )
     console.show_notes(corpus.assumed)
 

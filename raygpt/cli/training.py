@@ -43,13 +43,14 @@ def train(
         bool,
         typer.Option(
             "--kuberay",
-            help="With --unattended, in a RayJob: after an error that no retry helps, stop the job, since KubeRay "
-            "retries every job that failed.",
+            help="As --unattended, in a RayJob: an error that no retry helps stops the job, since KubeRay retries "
+            "every job that failed.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a model: prepare its corpus if needed, then run the recipe, or resume its run."""
+    unattended = unattended or kuberay
     with _not_retried(kuberay) if unattended else contextlib.nullcontext():
         _train(recipe, overrides or [], force, profile, unattended, as_json)
 

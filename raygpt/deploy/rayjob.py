@@ -25,8 +25,7 @@ Tree = dict[str, Any]
 
 def entrypoint() -> str:
     """What the RayJob runs, the first time and at each retry."""
-    words = ["python", "-m", "raygpt", "train", f"{RECIPE_FOLDER}/{RECIPE_FILE}", "--unattended", "--kuberay"]
-    return shlex.join(words)
+    return shlex.join(["python", "-m", "raygpt", "train", f"{RECIPE_FOLDER}/{RECIPE_FILE}", "--kuberay"])
 
 
 def manifests(deployment: Deployment) -> list[Tree]:

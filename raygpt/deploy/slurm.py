@@ -33,6 +33,9 @@ for program in raygpt ray; do
   fi
 done
 
+signalled=
+driver=
+trap 'signalled=yes; [ -z "$driver" ] || kill -TERM "$driver"' USR1 TERM
 folder=$(mktemp -d)
 cat >"$folder/recipe.yaml" <<'RECIPE'
 {deployment.recipe.to_yaml()}RECIPE
@@ -60,8 +63,7 @@ fi
 # The driver waits for nodes that have not joined, and for the lock of one that was killed.
 RAY_ADDRESS="$address" raygpt train "$folder/recipe.yaml" --unattended &
 driver=$!
-signalled=
-trap 'signalled=yes; kill -TERM "$driver"' USR1 TERM
+[ -z "$signalled" ] || kill -TERM "$driver"  # signalled while Ray started
 wait "$driver"
 status=$?
 while kill -0 "$driver" 2>/dev/null; do  # a signal ends `wait` before the driver has saved

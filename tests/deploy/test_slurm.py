@@ -117,3 +117,26 @@ def test_a_job_whose_time_is_over_saves_and_requeues_itself_and_goes_on(batch, t
     assert f"continuing after step {done}" in (tmp_path / "job.log").read_text()
     assert losses(folder) == losses(f"{tmp_path}/runs/straight")
     assert (tmp_path / "requeued").read_text() == f"{job}\n"  # finished, so not again
+
+
+@pytest.mark.parametrize(("status", "requeued"), [(130, "7\n"), (1, "7\n"), (78, ""), (0, "")])
+def test_a_job_that_is_signalled_is_requeued_unless_it_is_done_or_no_retry_helps(status, requeued, tmp_path):
+    deployment = plan_deployment(load_recipe("tiny", {"run.storage": str(tmp_path)}), Options("slurm"))
+    (tmp_path / "train.sbatch").write_text(slurm.script(deployment))
+    driver = f"trap 'exit {status}' TERM; kill -USR1 $PPID; while true; do sleep 0.1; done"
+    programs = {"srun": "", "ray": "", "scontrol": SCONTROL, "getent": "echo 127.0.0.1", "raygpt": driver}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text if text.startswith("#!") else f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "requeued").touch()
+    of_slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
+    environment = {
+        **os.environ,
+        **of_slurm,
+        "REQUEUED": f"{tmp_path}/requeued",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    done = subprocess.run(["bash", str(tmp_path / "train.sbatch")], env=environment, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    assert (tmp_path / "requeued").read_text() == requeued
+    assert ("not requeued: the error above would come again" in done.stdout) == (status == 78)

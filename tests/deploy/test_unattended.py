@@ -70,6 +70,32 @@ def test_what_raygpt_stop_ended_is_a_success_and_what_a_signal_ended_is_not(ray_
     assert f"continuing after step {done}" in out
 
 
+@pytest.fixture
+def stopped(monkeypatch):
+    """What the job server was asked to end."""
+    asked = []
+    monkeypatch.setattr("raygpt.jobs.stop_this_job", lambda: asked.append("this job"))
+    return asked
+
+
+def test_an_error_that_no_retry_helps_ends_with_a_status_of_its_own_and_stops_a_rayjob(raygpt, job, stopped):
+    words, _ = job
+    status, _, err = raygpt(*words, "data.source=missing.txt")
+    assert (status, stopped) == (78, ["this job"])
+    assert "no text at" in err
+    assert "a retry would end the same way, so there is none" in " ".join(err.split())
+    of_slurm = ["--unattended" if word == "--kuberay" else word for word in words]
+    status, *_ = raygpt(*of_slurm, "data.source=missing.txt")
+    assert (status, stopped) == (78, ["this job"])  # where there is no job server, nobody is asked
+
+
+def test_an_error_that_a_retry_may_help_is_one_for_the_scheduler(raygpt, job, stopped, tmp_path):
+    words, _ = job
+    (tmp_path / "file").touch()
+    status, _, err = raygpt(*words, f"run.storage={tmp_path}/file")
+    assert (status, stopped) == (1, []), err
+
+
 def test_a_restarted_job_waits_until_its_nodes_have_joined(monkeypatch):
     class Workers:
         cluster = load_recipe("tiny", {"cluster.workers": 2}).cluster

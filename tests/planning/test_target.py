@@ -75,7 +75,7 @@ def test_a_machine_without_gpus_is_its_cpu_measured(monkeypatch):
         ("gpt2-124m", {}, "t4", False, True, "fp16"),
         ("gpt2-124m", {"cluster.mesh": {"data": 1, "fsdp": -1}}, "8xh100", False, False, "bf16"),
         ("modern-124m", {}, "v6e:4x4", False, False, "bf16"),
-        ("modern-124m", {"cluster.mesh": {"context": 4}}, "v6e:4x4", False, True, "bf16"),
+        ("modern-124m", {"cluster.mesh": {"context": 4}}, "v6e:4x4", False, False, "bf16"),
     ],
 )
 def test_a_targets_kernels_are_those_that_the_engine_would_choose(recipe, changes, on, fused, keeps_scores, precision):
