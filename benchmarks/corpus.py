@@ -8,12 +8,14 @@ nodes  one node, one of 3 and one of 8, until the cache has been turned over fiv
 speed  tokens a second with 50 ms a request, all batches read
 link   a training loop of 0.6 M tokens/s on a link of 5 MB/s that stands still for 5 s every 30 s
 prepare  the speed of prepare with scattering and without, of --text TEXT
+scatter  scattering --gb of tokens on Ray: the largest memory of a task's process, whose limit is 64 MB of tokens
 """
 
 import argparse
 import contextlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -27,11 +29,17 @@ import numpy as np
 import record
 from numpy.typing import NDArray
 
+from raygpt.corpus import pipeline, tokenizers
+from raygpt.corpus.blocks import BLOCK
 from raygpt.corpus.cache import Block, Need
+from raygpt.corpus.extents import Extent, token_counts
 from raygpt.corpus.feed import Feed, rows_of_worker
-from raygpt.corpus.fetching import CachedShards
+from raygpt.corpus.fetching import CachedShards, Piece
+from raygpt.corpus.index import Index
 from raygpt.corpus.lanes import Group
 from raygpt.corpus.prepare import prepare
+from raygpt.corpus.scatter import scatter
+from raygpt.corpus.shards import SCATTERED, Header, write_shard
 from raygpt.corpus.store import TokenStore, open_store
 from raygpt.testing.object_store import ArithmeticStore
 from raygpt.training.prefetch import prefetch
@@ -49,6 +57,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of speed; link takes three times that")
     parser.add_argument("--text", help="for prepare: a text of 20 MB or more")
     parser.add_argument("--rounds", type=int, default=3, help="of prepare")
+    parser.add_argument("--gb", type=float, default=0.64, help="of tokens that scatter makes up")
     parser.add_argument("--name", help="write results/NAME.json")
     words = parser.parse_args()
     figures: dict[str, Any] = {}
@@ -132,13 +141,13 @@ def one_node(cache_gb: float, rows: range, endpoint: str, arithmetic: Arithmetic
     store.train.close()
     time.sleep(1)
     counts, later = read_counts(endpoint), needed_later(shards, feed, reached, rows)
-    requests = restart(cache_gb, rows, reached, endpoint)
+    again = restart(cache_gb, rows, reached, endpoint)
     return {
         "GB trained on": trained / 1e9,
         "fetched / trained on": (counts["bytes"] - later) / trained,
         "KB a request": counts["bytes"] / counts["requests"] / 1e3,
         "largest cache / limit": largest / cache_gb / 1e9,
-        "requests for the first batch after a restart": requests,
+        **again,
     }
 
 
@@ -166,15 +175,37 @@ def needed_later(shards: CachedShards, feed: Feed, batch: int, rows: range) -> i
     return found
 
 
-def restart(cache_gb: float, rows: range, batch: int, endpoint: str) -> int:
-    """Requests that the batch needs in a new process; it was fetched before."""
-    before = read_counts(endpoint).get("requests", 0)
+def restart(cache_gb: float, rows: range, batch: int, endpoint: str) -> dict[str, Any]:
+    """What a new process fetches for a batch, and how much of that was in the cache."""
     store, feed = opened(cache_gb)
-    order = feed._order(0)
-    _, starts = order.starts(batch * ROWS + np.array(rows))
+    shards = store.train.cached
+    assert shards
+    _, starts = feed._order(0).starts(batch * ROWS + np.array(rows))
+    absent, before = missing_bytes(shards, starts), read_counts(endpoint).get("bytes", 0)
     store.train.windows(starts, CONTEXT + 1)
+    fetched = read_counts(endpoint).get("bytes", 0) - before
     store.train.close()
-    return read_counts(endpoint)["requests"] - before
+    return {
+        "MB fetched for the first batch after a restart": fetched / 1e6,
+        "bytes of it that the cache had": fetched - absent,
+    }
+
+
+def missing_bytes(shards: CachedShards, starts: NDArray[np.int64]) -> int:
+    """Bytes of the windows' blocks, and of their shards' heads, that the cache does not have."""
+    counts = token_counts(shards.index.train)
+    ends, absent = np.cumsum(counts), 0
+    pieces = [
+        Piece(shard, start - int(ends[shard] - counts[shard]), CONTEXT + 1)
+        for start, shard in zip(starts.tolist(), np.searchsorted(ends, starts, side="right").tolist(), strict=True)
+    ]
+    for block in {block for piece in pieces for block in shards._blocks(piece)}:
+        size = min(BLOCK, int(counts[block.shard]) * 2 - block.number * BLOCK)
+        absent += size * (not shards.cache.path(block).exists())
+    for shard in {piece.shard for piece in pieces}:
+        head = Header(np.dtype("<u2"), int(counts[shard]), shards.index.tokenizer, version=SCATTERED).offset
+        absent += head * (not shards.cache.path(Block(shards.index.fingerprint, shard, -1)).exists())
+    return absent
 
 
 def speed(words: argparse.Namespace) -> dict[str, Any]:
@@ -232,6 +263,51 @@ def preparing(words: argparse.Namespace) -> dict[str, Any]:
     return {"prepare, s": plain, "with scattering, s": scattered_s, "speed with / without": plain / scattered_s}
 
 
+def scattering(words: argparse.Namespace) -> dict[str, Any]:
+    """A store of made-up tokens, scattered through Ray Data; every task reports the peak of its process so far."""
+    from raygpt.cluster import connected
+
+    peaks, on_ray = [], pipeline.each
+
+    def each(task: Any, items: Any, cpus: Any) -> Iterator[Any]:
+        def measured(item: Any) -> dict[str, Any]:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return {**task(item), "before": before, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+
+        for row in on_ray(measured, items, cpus):
+            peaks.append((row["before"] / 1e3, row["peak"] / 1e3))  # from KB
+            yield row
+
+    with connected(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+        plain = made_up(f"{home}/plain", int(words.gb * 1e9))
+        pipeline.each = each
+        started = time.perf_counter()
+        index = scatter(plain, f"{home}/out", "2" * 16, seed=1, by_content=False)
+        seconds = time.perf_counter() - started
+    return {
+        "tokens, MB": words.gb * 1e3,
+        "shards": len(index.train),
+        "scattering, MB/s": words.gb * 1e3 / seconds,
+        "a process before its first task, MB": min(before for before, _ in peaks),
+        "largest process, MB": max(peak for _, peak in peaks),
+    }
+
+
+def made_up(folder: str, size: int) -> TokenStore:
+    """A store of random ids in the order of the text: documents of some 700 tokens, shards of 8 MB."""
+    tokenizer, random = tokenizers.Bytes(), np.random.default_rng(0)
+    fingerprint, extents = tokenizers.fingerprint(tokenizer), []
+    for number in range(size // 8_000_000):
+        ids = random.integers(0, 256, 4_000_000, dtype=np.uint16)
+        ids[random.integers(0, len(ids), len(ids) // 700)] = ids[-1] = tokenizer.end_of_text
+        extents.append(Extent(f"train-{number:05d}-00000.tokens", 0, len(ids)))
+        write_shard(f"{folder}/{extents[-1].shard}", [ids], Header(np.dtype("<u2"), len(ids), fingerprint))
+    tokenizers.save(tokenizer, folder)
+    facts = (tokenizer.vocab, tokenizer.end_of_text, "<u2", size // 1400, size // 2)
+    Index("1" * 16, "made up", fingerprint, *facts, tuple(extents), ()).write(folder)
+    return open_store(folder)
+
+
 def check(found: NDArray[np.int32], feed: Feed, arithmetic: ArithmeticStore, batch: int, rows: range) -> None:
     """Compare some rows with what the store's arithmetic says."""
     _, starts = feed._order(0).starts(batch * ROWS + np.array(rows))
@@ -263,7 +339,7 @@ def read_counts(endpoint: str) -> dict[str, int]:
     return counts
 
 
-PARTS = {"open": opening, "nodes": nodes, "speed": speed, "link": link, "prepare": preparing}
+PARTS = {"open": opening, "nodes": nodes, "speed": speed, "link": link, "prepare": preparing, "scatter": scattering}
 
 if __name__ == "__main__":
     main()

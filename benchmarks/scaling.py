@@ -62,9 +62,9 @@ def figures(recipe: str, words: list[str], share: float) -> dict[str, Any]:
         "share_of_compute": ladder.share,
         "ladder_seconds": took,
         "run_seconds": time.monotonic() - began - took,
-        "law": answer.fitted.terms,
-        "noise": answer.fitted.noise,
-        "rungs": [(rung.name, one.loss) for rung, one in zip(ladder.rungs, answer.measured, strict=True)],
+        "law": answer.law.terms,
+        "noise": answer.law.noise,
+        "rungs": [(rung.run, rung.loss) for rung in answer.law.rungs],
     }
 
 

@@ -4,10 +4,11 @@
 
 The sweep is a process that is killed (SIGKILL) after some of its run directories have appeared, and started again. The
 whole grid is trained after it, in another folder. `--in-process` trains both here, without Ray and without kills: for
-machines that have no Ray.
+machines that have no Ray. With `--folder` the runs stay there, and the same command goes on with them.
 """
 
 import argparse
+import contextlib
 import json
 import signal
 import subprocess
@@ -33,9 +34,11 @@ def main() -> None:
     parser.add_argument("words", nargs="+")
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--in-process", action="store_true")
+    parser.add_argument("--folder", help="where the runs are kept; without it they are deleted")
     parser.add_argument("--name", help="of the results file; none is written without it")
     arguments = parser.parse_intermixed_args()
-    with tempfile.TemporaryDirectory() as folder:
+    kept = contextlib.nullcontext(arguments.folder) if arguments.folder else tempfile.TemporaryDirectory()
+    with kept as folder:
         words = [*arguments.words, f"run.storage={folder}"]
         answers, seconds = {}, {}
         for name in ("sweep", "grid"):
@@ -53,15 +56,21 @@ def main() -> None:
 def by_command(words: list[str], folder: Path, kills: int) -> dict[str, Any]:
     """The answer of `raygpt sweep`, killed when a quarter and a half of the usual number of runs have begun."""
     command = [sys.executable, "-m", "raygpt", "sweep", *words]
-    for kill in range(kills):
+    for begun in range(5, 5 * kills + 1, 5):
+        if _begun(folder) >= begun:
+            continue  # killed here before
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        while process.poll() is None and len(list(folder.glob("*/metrics.jsonl"))) < 5 * (kill + 1):
+        while process.poll() is None and _begun(folder) < begun:
             time.sleep(0.5)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        print(f"killed with {len(list(folder.glob('*/metrics.jsonl')))} runs begun", file=sys.stderr)
+        print(f"killed with {_begun(folder)} runs begun", file=sys.stderr)
     answer: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     return answer
+
+
+def _begun(folder: Path) -> int:
+    return len(list(folder.glob("*/metrics.jsonl")))
 
 
 def here(recipe: str, words: list[str], is_whole: bool) -> dict[str, Any]:

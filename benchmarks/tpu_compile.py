@@ -3,7 +3,8 @@
     python benchmarks/tpu_compile.py [CASE …]
 
 With `libtpu` from PyPI this is the slice's own compiler: it fails where the slice would fail. A step takes 512 rows of
-1024 tokens in bf16. Prints a line of JSON for each case; without cases it compiles all and writes the results.
+1024 tokens in bf16, in one case 4 rows of 32,768. Prints a line of JSON for each case; without cases it compiles all
+and writes the results.
 """
 
 import json
@@ -31,6 +32,12 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt2 data=8,context=2": {"preset": "gpt2", "mesh": {"data": 8, "context": 2}, "accumulation": 4},
     "gpt2-xl fsdp=16": {"preset": "gpt2-xl", "mesh": {"fsdp": 16}, "remat": "blocks"},
     "gpt2-xl data=2,fsdp=8": {"preset": "gpt2-xl", "mesh": {"data": 2, "fsdp": 8}, "remat": "blocks"},
+    "nanochat fsdp=4,context=4 32K": {
+        "preset": "nanochat",
+        "mesh": {"fsdp": 4, "context": 4},
+        "rows": 4,
+        "context": 32768,
+    },
 }
 
 
@@ -47,12 +54,18 @@ def main() -> None:
 
 
 def compiled(
-    devices: Any, preset: str, mesh: dict[str, int], accumulation: int = 1, remat: str = "none"
+    devices: Any,
+    preset: str,
+    mesh: dict[str, int],
+    accumulation: int = 1,
+    remat: str = "none",
+    rows: int = ROWS,
+    context: int = CONTEXT,
 ) -> dict[str, Any]:
     """One case: seconds to compile, GiB per chip."""
     settings = {
-        "model": {"preset": preset, "context": CONTEXT, "precision": "bf16"},
-        "training": {"batch_tokens": ROWS * CONTEXT, "remat": remat},
+        "model": {"preset": preset, "context": context, "precision": "bf16"},
+        "training": {"batch_tokens": rows * context, "remat": remat},
         "cluster.mesh": {"data": 1, **mesh},
     }
     recipe = load_recipe("gpt2-124m", settings)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, TransientError
 from raygpt.host import cores
 
 ANSWER_S = 10.0  # within which a cluster accepts a connection
@@ -55,7 +55,7 @@ def _connect(address: str | None, cpus: int) -> None:
                 f"the Ray cluster at RAY_ADDRESS={address} wants its token; copy ~/.ray/auth_token from its head node "
                 "to the same place here"
             ) from error
-        raise RaygptError(
+        raise TransientError(
             f"no Ray cluster answers at RAY_ADDRESS={address}; start one with `ray start --head`, or unset RAY_ADDRESS "
             "to use this machine alone"
         ) from error

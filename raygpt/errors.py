@@ -20,8 +20,12 @@ class StoppedError(RaygptError):
     """The user asked to stop, and everything is saved."""
 
 
-class StorageError(RaygptError):
-    """The storage cannot be reached or written at the moment: a retry may help."""
+class TransientError(RaygptError):
+    """Nothing is wrong with the recipe or its text: the same command may succeed later, on other nodes."""
+
+
+class StorageError(TransientError):
+    """The storage cannot be reached or written at the moment."""
 
 
 def first_line(error: BaseException) -> str:

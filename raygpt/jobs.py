@@ -5,8 +5,10 @@ that is submitted again resumes its run.
 """
 
 import asyncio
+import json
 import logging
 import math
+import os
 import platform
 import re
 import shutil
@@ -25,12 +27,14 @@ from raygpt import storage
 from raygpt.config import Cluster, Recipe
 from raygpt.deploy.local_files import local_files
 from raygpt.errors import RaygptError, first_line
+from raygpt.ray_private import RAY_JOB_CONFIG_JSON_ENV_VAR
 
 RUN_KEY, NAME_KEY = "raygpt_run", "raygpt_name"  # of a job's metadata
 RECIPE_FILE = "recipe.yaml"
 STOP_WAIT_S = 300  # how long a job that is stopped may take to save; Ray's own 3 s are too few for most models
 RUNNING = (JobStatus.PENDING, JobStatus.RUNNING)
 POLL_S = 1.0
+END_S = 60.0  # within which a job server ends the job that asked for it
 OF_RAY = re.compile(r"[\d-]+ [\d:,]+\t|Running entrypoint for job ")  # lines that Ray adds to a job's log
 for noisy in ("dashboard.modules.job.sdk", "dashboard.modules.dashboard_sdk", "_private.runtime_env.packaging"):
     logging.getLogger(f"ray.{noisy}").setLevel(logging.WARNING)  # uploads and closed sockets are not the run's progress
@@ -184,6 +188,15 @@ class JobServer:
         report = (status.get("clusterStatus") or {}).get("autoscalerReport") or {}
         kinds: dict[str, str] = report.get("nodeTypeMapping") or {}
         return any(kind != f"node_{node}" for node, kind in kinds.items())
+
+
+def stop_this_job() -> None:
+    """Have the job server end the job that this process is the driver of, as STOPPED. Returns only if it does not."""
+    config = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}"))
+    job = config.get("metadata", {}).get("job_submission_id")
+    if job:
+        JobSubmissionClient().stop_job(job)
+        time.sleep(END_S)
 
 
 def check_files(recipe: Recipe) -> None:

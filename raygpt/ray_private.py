@@ -12,6 +12,9 @@ from ray._private import services, worker
 # A driver that connects by address does not present ~/.ray/auth_token by itself.
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
+# A job's own id: Ray's public context has only that of the driver.
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
 # Which workers have no process yet: Ray's public list of actors needs the dashboard, which a local cluster has not.
 from ray._private.state import actors
 
@@ -20,6 +23,7 @@ from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.experimental.internal_kv import _internal_kv_get as internal_kv_get
 
 __all__ = [
+    "RAY_JOB_CONFIG_JSON_ENV_VAR",
     "actors",
     "internal_kv_get",
     "is_autoscaler_v2",

@@ -9,6 +9,7 @@ from raygpt.errors import RaygptError
 
 if TYPE_CHECKING:
     from raygpt.config import Data
+    from raygpt.planning.target import Target
 
 
 @app.command(context_settings=UNKNOWN_AS_KEYS)
@@ -39,15 +40,26 @@ def plan(
     svg: Annotated[str | None, typer.Option(metavar="FILE", help="Also draw memory and time by kind.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say before a run whether it fits, how long it takes, what it costs, and which loss to expect."""
+    """Say before a run whether it fits, how long it takes, what it costs, and which loss to expect; of a key with
+    several values, what a sweep will take."""
     from raygpt.planning.compiler import ask_compiler
     from raygpt.planning.forecast import forecast
     from raygpt.planning.search import fastest, helpful_changes
     from raygpt.planning.target import parse_target
     from raygpt.recipes import load_recipe
     from raygpt.show import console, planning
+    from raygpt.sweep.values import divide
 
-    loaded, target = load_recipe(recipe, overrides or [], console.note), parse_target(on, peak, memory, bandwidth)
+    target = parse_target(on, peak, memory, bandwidth)
+    axes, _ = divide(overrides or [])
+    if axes:
+        for option in [
+            name for name, is_given in (("--compile", compile_), ("--find", find), ("--svg", svg)) if is_given
+        ]:
+            raise RaygptError(f"{option}: is for one run, not for a sweep; leave it out, or give each key one value")
+        _plan_sweep(recipe, overrides or [], target, price, as_json)
+        return
+    loaded = load_recipe(recipe, overrides or [], console.note)
     found = forecast(loaded, target)
     if find:
         best = fastest(found.recipe, target, found.corpus)
@@ -75,6 +87,31 @@ def plan(
         planning.show_compiled(answer)
 
 
+def _plan_sweep(recipe: str, words: list[str], target: "Target", price: float | None, as_json: bool) -> None:
+    from raygpt.corpus.order import window_count
+    from raygpt.planning.corpus import look_up
+    from raygpt.show import console
+    from raygpt.show import sweep as shown
+    from raygpt.sweep import forecast, grid
+    from raygpt.sweep.values import divide
+
+    axes, overrides = divide(words)
+    base = grid.base_of(recipe, overrides, "sweep", console.note)
+    grid.check_values(recipe, overrides, axes)
+    corpus = look_up(base.data, base.run.storage)
+    tokens = corpus.train_tokens or 10**12  # as the plan of a run does
+    planned = grid.plan_sweep(recipe, overrides, axes, lambda context: window_count(tokens, context), False)
+    seconds = forecast.sweep_seconds(planned, forecast.forecasts(planned, target, corpus), 1)
+    cost = None if price is None else price * target.count * seconds / 3600
+    if as_json:
+        print_json(forecast.as_dict(planned, seconds, cost))
+        return
+    shown.show_plan(
+        planned, 1, seconds, f" on {target}" + ("" if cost is None else f", {cost:,.2f} at {price:g} an hour")
+    )
+    console.show_notes(corpus.assumed)
+
+
 @app.command(context_settings=UNKNOWN_AS_KEYS)
 def sweep(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a YAML file.")],
@@ -92,10 +129,12 @@ def sweep(
 ) -> None:
     """Find the best values of a recipe's keys: train trials, stop the hopeless ones early, and fit the optimum."""
     from raygpt import storage
+    from raygpt.planning.corpus import Corpus
     from raygpt.show import console, data
     from raygpt.show import sweep as shown
     from raygpt.show.sweep_page import sweep_page
     from raygpt.sweep import grid
+    from raygpt.sweep.forecast import seconds_here
     from raygpt.sweep.runner import prepare_corpus
     from raygpt.sweep.values import divide
     from raygpt.training import prepared
@@ -104,7 +143,7 @@ def sweep(
     axes, overrides = divide(words)
     if not axes:
         raise RaygptError("sweep: there is nothing to try; write e.g. optimizer.learning_rate=1e-3,2e-3,4e-3")
-    base = grid.base_of(recipe, overrides, "sweep")
+    base = grid.base_of(recipe, overrides, "sweep", console.note)
     grid.check_values(recipe, overrides, axes)
     prepared.check(base)
     with launch.on_cluster(base):
@@ -114,7 +153,8 @@ def sweep(
         grid.claim(planned.folder, grid.definition_of(planned))
         with shown.running(planned.folder, base, as_json) as runs:
             if not as_json:
-                shown.show_plan(planned, runs.at_once)
+                known = Corpus(corpus.tokenizer.vocab, corpus.train_tokens, corpus.val_tokens)
+                shown.show_plan(planned, runs.at_once, seconds_here(planned, known, runs.at_once))
             answer = grid.run_sweep(planned, runs, console.note)
     grid.write_answer(planned, answer)
     page = storage.join(planned.folder, "sweep.html")
@@ -138,7 +178,7 @@ def scaling(
 ) -> None:
     """Predict a run's loss: train small models of its family, and fit a law in parameters and tokens."""
     from raygpt import storage
-    from raygpt.show import data
+    from raygpt.show import console, data
     from raygpt.show import scaling as shown
     from raygpt.show.scaling_page import scaling_page
     from raygpt.show.sweep import running
@@ -150,7 +190,7 @@ def scaling(
     from raygpt.training.plan import in_steps
     from raygpt.training.ray import launch
 
-    base = base_of(recipe, overrides or [], "scaling")
+    base = base_of(recipe, overrides or [], "scaling", console.note)
     check_length(base)
     prepared.check(base)
     with launch.on_cluster(base):
@@ -241,13 +281,18 @@ def data_show(
     rows: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 3,
     column: Annotated[str, typer.Option(help="The field of jsonl and parquet that holds the text.")] = "text",
     tokenizer: Annotated[str, typer.Option(help="What nanoGPT's train.bin and val.bin were made with.")] = "gpt2",
+    page: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a page about a store's documents, with histograms.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print schema and raw rows of a source, or header, counts and decoded rows of a store."""
+    """Print schema and raw rows of a source, or counts, a summary of the documents and decoded rows of a store."""
     from raygpt.corpus import look
     from raygpt.show import data
 
     shown = look.look(what, rows=rows, column=column, tokenizer=tokenizer)
+    if page:
+        data.write_page(shown, page)
     if as_json:
         print_json(shown)
     else:

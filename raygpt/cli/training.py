@@ -1,14 +1,18 @@
 """Verbs that train, here or on a cluster, and what runs there."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from raygpt.cli.app import UNKNOWN_AS_KEYS, Json, OnCluster, app, print_json
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, StoppedError, TransientError
 
 if TYPE_CHECKING:
     from raygpt.jobs import Job, JobServer
+
+NOT_RETRIED = 78  # EX_CONFIG of sysexits.h: a person has to change something first
 
 
 @app.command(context_settings=UNKNOWN_AS_KEYS)
@@ -32,24 +36,58 @@ def train(
         typer.Option(
             "--unattended",
             help="For jobs that a scheduler restarts: wait for nodes and for a dead driver's lock; "
-            "`raygpt stop` ends them with status 0.",
+            "`raygpt stop` ends them with status 0, an error that no retry helps with 78.",
+        ),
+    ] = False,
+    kuberay: Annotated[
+        bool,
+        typer.Option(
+            "--kuberay",
+            help="With --unattended, in a RayJob: after an error that no retry helps, stop the job, since KubeRay "
+            "retries every job that failed.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a model: prepare its corpus if needed, then run the recipe, or resume its run."""
+    with _not_retried(kuberay) if unattended else contextlib.nullcontext():
+        _train(recipe, overrides or [], force, profile, unattended, as_json)
+
+
+@contextlib.contextmanager
+def _not_retried(kuberay: bool) -> Iterator[None]:
+    """After an error that no retry helps, end so that schedulers know."""
+    from raygpt.show import console
+
+    try:
+        yield
+    except (TransientError, StoppedError):
+        raise
+    except RaygptError as error:
+        console.fail(str(error))
+        console.note("a retry would end the same way, so there is none; correct this, then start the job again")
+        if kuberay:
+            from raygpt.jobs import stop_this_job
+
+            stop_this_job()
+        raise typer.Exit(NOT_RETRIED) from None
+
+
+def _train(
+    recipe: str, overrides: list[str], force: bool, profile: str | None, unattended: bool, as_json: bool
+) -> None:
     from raygpt.recipes import load_recipe
     from raygpt.show import console, data, training
     from raygpt.training.prepared import check
     from raygpt.training.profiling import parse_steps
     from raygpt.training.ray import launch
 
-    loaded = load_recipe(recipe, overrides or [], console.note)
+    loaded = load_recipe(recipe, overrides, console.note)
     traced = parse_steps(profile) if profile else None
     check(loaded, force)
     with launch.on_cluster(loaded):
         with data.preparing() as progress:
-            run = launch.prepare_run(loaded, progress, force)
+            run = launch.prepare_run(loaded, progress, force, console.note if unattended else None)
         if as_json:
             result = launch.train(run, training.show_message, traced, unattended)
             outcome = {"path": result.path, "metrics": result.metrics, "stopped": result.stopped}
@@ -87,9 +125,9 @@ def submit(
 
     from raygpt.jobs import JobServer
     from raygpt.recipes import load_recipe
-    from raygpt.show import results
+    from raygpt.show import console, results
 
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = load_recipe(recipe, overrides or [], console.note)
     server = JobServer(cluster)
     job = server.submit(loaded)
     if as_json:
@@ -188,7 +226,7 @@ def deploy(
     from raygpt.deploy import files
     from raygpt.deploy.deployment import Options, parse_selector, plan_deployment
     from raygpt.recipes import load_recipe
-    from raygpt.show import results
+    from raygpt.show import console, results
 
     options = Options(
         target,
@@ -207,7 +245,7 @@ def deploy(
         retries=retries,
         time=time,
     )
-    deployment = plan_deployment(load_recipe(recipe, overrides or []), options)
+    deployment = plan_deployment(load_recipe(recipe, overrides or [], console.note), options)
     if dry_run:
         blocks = files.explain(deployment)
         if as_json:

@@ -1,5 +1,6 @@
 """`optimizer`: how a gradient becomes a step."""
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -81,7 +82,7 @@ class Optimizer(Part):
         if self.kind == "adamw" or role == "matrix":
             return self.learning_rate
         rates = {"embedding": self.embedding_rate, "head": self.head_rate}
-        return rates.get(role, self.gain_rate) * (REFERENCE_WIDTH / width) ** 0.5
+        return rates.get(role, self.gain_rate) * math.sqrt(REFERENCE_WIDTH / width)
 
     def decays(self, role: str) -> bool:
         """Whether the parameters of a role decay."""

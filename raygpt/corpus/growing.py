@@ -13,7 +13,7 @@ from raygpt.corpus.extents import Extent
 from raygpt.corpus.index import INDEX, Index
 from raygpt.corpus.shards import dtype_for, read_header, shard_name
 from raygpt.corpus.store import FAILED, PLAN, TokenStore, TokenStream
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, TransientError
 
 POLL_S = 0.2
 
@@ -65,7 +65,7 @@ class GrowingStream(TokenStream):
             if storage.exists(reason := storage.join(self.folder, FAILED)):
                 raise RaygptError(storage.read_bytes(reason).decode())
             if time.monotonic() > deadline:
-                raise RaygptError(
+                raise TransientError(
                     f"{self.folder}: no new shard for {self._patience:.0f} s; prepare has stopped, run it again"
                 )
             time.sleep(POLL_S)
@@ -92,7 +92,7 @@ class GrowingStream(TokenStream):
     def _end_with(self, index: Index) -> None:
         """Check that the finished store is what was read: if prepare drew no document, or all, it held out the tail."""
         if index.tokens("train") != len(self):
-            raise RaygptError(
+            raise TransientError(
                 f"{self.folder}: its documents were too few to draw from, so the end of its tokens is held out for "
                 "validation; train again, the store is complete now"
             )

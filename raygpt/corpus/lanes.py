@@ -2,7 +2,8 @@
 
 The shards of a scattered store are fair samples of the corpus (see `scatter.py`), so only a few need be open at once.
 An epoch reads them in a keyed order, in groups of 1, 2, 4, 8, 8, 8, … shards: the first batch needs a small part of the
-first shard, and each group can be fetched while the one before is trained on. A group's windows are divided among the
+first shard, and each group can be fetched while the one before is trained on. Shards that do not fill a group make one
+at the start too, so that the last steps, which count most, see a whole group. A group's windows are divided among the
 lanes, the rows of a batch: each has a contiguous part of the group, and takes the windows of it in a keyed order.
 
     group        | shard 7 | shard 2 | shard 9 | shard 4 |
@@ -131,10 +132,13 @@ class LaneOrder:
 
 
 def group_ends(shards: int, group: int) -> Integers:
-    """How many shards have been read at each group's end: groups of 1, 2, 4, …, `group`, `group`, …"""
-    sizes = [min(1 << n, group) for n in range(group.bit_length())]
-    ends = np.cumsum([*sizes, *[group] * (shards // group)])
-    return np.append(ends[ends < shards], shards)
+    """How many of over `group` shards have been read at each group's end: groups of 1, 2, 4, …, `group`, `group`, …
+
+    What is left over is a group too, at its place by size: 20 shards are groups of 1, 2, 4, 5 and 8.
+    """
+    first = [1 << n for n in range(group.bit_length() - 1)]
+    whole, left = divmod(shards - sum(first), group)
+    return np.cumsum(sorted([*first, *[group] * whole, *[left][:left]]))
 
 
 def _parts(windows: Integers, part: Integers, parts: int) -> tuple[Integers, Integers]:

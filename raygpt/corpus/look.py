@@ -8,6 +8,7 @@ from raygpt.corpus.documents import DocumentReader, open_parquet
 from raygpt.corpus.mixture import is_prepared, open_prepared
 from raygpt.corpus.sources import File, Source, resolve
 from raygpt.corpus.store import TokenStore
+from raygpt.corpus.summary import summarise
 
 ROW_TOKENS = 64
 ROW_CHARACTERS = 240
@@ -52,5 +53,6 @@ def _store(store: TokenStore, rows: int) -> dict[str, Any]:
     return {
         "folder": store.folder,
         **store.index.summary(),
+        **summarise(store),
         "rows": [{"tokens": row.tolist(), "text": store.tokenizer.decode(row.tolist())} for row in windows],
     }

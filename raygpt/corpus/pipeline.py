@@ -160,7 +160,7 @@ def _readable(error: BaseException) -> BaseException:
     while cause is not None:
         inner = getattr(cause, "cause", None)
         if isinstance(inner, RaygptError):
-            return RaygptError(first_line(inner))  # Ray adds lines of its own
+            return type(inner)(first_line(inner))  # Ray adds lines of its own
         cause = inner if isinstance(inner, BaseException) else cause.__cause__
     return error
 

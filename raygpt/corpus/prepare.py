@@ -28,7 +28,7 @@ from raygpt.corpus.scatter import RUNS, VAL_SHARD, scatter
 from raygpt.corpus.shards import SCATTERED, VERSION, Header, dtype_for, shard_name, write_shard
 from raygpt.corpus.sources import File, Source, resolve
 from raygpt.corpus.store import FAILED, PLAN, TokenStore, TokenStream, open_store
-from raygpt.errors import RaygptError, first_line
+from raygpt.errors import RaygptError, TransientError, first_line
 
 SAMPLE = 32 * 2**20  # characters that bpe:N is trained on
 LARGE = 10**9  # bytes of source from which on it is scattered, unless data.scatter says otherwise
@@ -194,7 +194,7 @@ class Background:
 
     def _report(self, progress: Progress) -> None:
         if self._stopped.is_set():
-            raise RaygptError(f"{self._folder} is not complete: training ended first; run the same command again")
+            raise TransientError(f"{self._folder} is not complete: training ended first; run the same command again")
         self._watch(progress)
 
 

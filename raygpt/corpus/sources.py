@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from raygpt import storage
-from raygpt.errors import RaygptError, first_line
+from raygpt.errors import RaygptError, TransientError, first_line
 
 FORMATS = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
@@ -163,7 +163,7 @@ def _find_remote(uri: str) -> list[Found]:
             infos = system.get_file_info(fs.FileSelector(base, recursive=True, allow_not_found=True))
             infos = [info for info in infos if is_wanted(info)]
     except OSError as error:
-        raise RaygptError(f"{uri} cannot be reached ({first_line(error)}); check address and credentials") from error
+        raise TransientError(f"{uri} cannot be reached ({first_line(error)}); check address and credentials") from error
     scheme = uri.split("://")[0]
     return [Found(f"{scheme}://{info.path}", info.size) for info in infos if info.type == fs.FileType.File]
 
@@ -295,7 +295,7 @@ def _parquet_files(dataset: str, branch: str, spec: str) -> tuple[str, dict[str,
     except Exception as error:  # offline, gated, misspelt: each has its own class there
         if branch == CONVERTED and isinstance(error, RevisionNotFoundError):
             return "", {}  # the Hub has not converted this one
-        raise RaygptError(
+        raise TransientError(
             f"{spec}: the dataset {dataset} cannot be reached ({first_line(error)}); check its name "
             "and the network, or name local parquet files"
         ) from error

@@ -25,7 +25,8 @@ Tree = dict[str, Any]
 
 def entrypoint() -> str:
     """What the RayJob runs, the first time and at each retry."""
-    return shlex.join(["python", "-m", "raygpt", "train", f"{RECIPE_FOLDER}/{RECIPE_FILE}", "--unattended"])
+    words = ["python", "-m", "raygpt", "train", f"{RECIPE_FOLDER}/{RECIPE_FILE}", "--unattended", "--kuberay"]
+    return shlex.join(words)
 
 
 def manifests(deployment: Deployment) -> list[Tree]:
@@ -95,7 +96,7 @@ def _rayjob(deployment: Deployment) -> Tree:
     options = deployment.options
     spec: Tree = {
         "entrypoint": Noted(
-            "Resumes the run if it has a checkpoint. `raygpt stop` ends it with success, so it is not retried.",
+            "Resumes the run if it has a checkpoint. Not retried: what `raygpt stop` ended, and what would fail again.",
             entrypoint(),
         ),
         "submissionMode": "K8sJobMode",

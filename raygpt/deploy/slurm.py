@@ -69,7 +69,9 @@ while kill -0 "$driver" 2>/dev/null; do  # a signal ends `wait` before the drive
   status=$?
 done
 rm -r "$folder"
-if [ -n "$signalled" ] && [ "$status" -ne 0 ]; then
+if [ "$status" -eq 78 ]; then
+  echo "not requeued: the error above would come again"
+elif [ -n "$signalled" ] && [ "$status" -ne 0 ]; then
   echo "asked to save by slurm: requeued, and goes on from its checkpoint"
   scontrol requeue "$SLURM_JOB_ID"
 fi

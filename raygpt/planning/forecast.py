@@ -66,15 +66,17 @@ class Forecast:
 
     @property
     def evaluation_s(self) -> float:
-        """All validations of the run."""
-        training, val_tokens = self.recipe.training, self.corpus.val_tokens
-        rows = training.eval_rows or (val_tokens or 0) // self.recipe.model.context
-        count = 1 + self.recipe.steps // int(training.eval_every)
-        return count * rows * self.recipe.model.context * EVALUATED / self.tokens_per_s
+        """One validation."""
+        rows = self.recipe.training.eval_rows or (self.corpus.val_tokens or 0) // self.recipe.model.context
+        return rows * self.recipe.model.context * EVALUATED / self.tokens_per_s
+
+    @property
+    def evaluations(self) -> int:
+        return 1 + self.recipe.steps // int(self.recipe.training.eval_every)
 
     @property
     def run_s(self) -> float:
-        return START_S + self.recipe.steps * self.time.total + self.evaluation_s
+        return START_S + self.recipe.steps * self.time.total + self.evaluations * self.evaluation_s
 
     def cost(self, price: float) -> float:
         """At so much per device and hour."""

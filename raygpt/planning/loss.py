@@ -50,13 +50,23 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """A run that a law was fitted to: its size, tokens and loss."""
+
+    run: str
+    parameters: int
+    tokens: int
+    loss: float
+
+
+@dataclass(frozen=True)
 class Law:
     """A fitted law."""
 
     terms: Mapping[str, float]
     samples: NDArray[np.float64]  # [samples, len(TERMS)]
-    noise: float
-    rungs: tuple[Mapping[str, Any], ...]
+    noise: float  # how far losses are from it, relatively
+    rungs: tuple[Measured, ...]
     name: str  # of its folder
 
     def predict(self, parameters: int, tokens: int) -> Loss:
@@ -69,7 +79,7 @@ class Law:
 
     def _about(self, parameters: int, tokens: int) -> str:
         """What the law was fitted to, and how far beyond that it is asked."""
-        largest = max(6.0 * rung["parameters"] * rung["tokens"] for rung in self.rungs)
+        largest = max(6.0 * rung.parameters * rung.tokens for rung in self.rungs)
         times = 6.0 * parameters * tokens / largest
         beyond = f", {times:,.0f} times the largest one's compute" if times > 1.5 else ""
         return f"a law fitted to {len(self.rungs)} runs in {self.name}{beyond}"
@@ -107,7 +117,8 @@ def laws_beside(home: str, family: Mapping[str, Any]) -> Iterator[Law]:
     for name in sorted(storage.folders(home)):
         read = storage.read_json(storage.join(home, name, SCALING))
         if read and read.get("format") == FORMAT and read["family"] == family:
-            yield Law(read["law"], np.array(read["samples"]), read["noise"], tuple(read["rungs"]), name)
+            rungs = tuple(Measured(**rung) for rung in read["rungs"])
+            yield Law(read["law"], np.array(read["samples"]), read["noise"], rungs, name)
 
 
 def _loss(terms: NDArray[np.float64], parameters: int, tokens: int) -> NDArray[np.float64]:

@@ -40,11 +40,13 @@ class Change:
 
 
 def helpful_changes(now: Forecast) -> list[Change]:
-    """The changes that help most, of each kind the best: those that make it fit, or faster; then those that save most
-    memory, for a larger model or longer rows."""
+    """The changes that help most, of each kind the best: those that make it faster; where it does not fit, those that
+    make it fit, then those that save most memory."""
     kinds = [list(kind(now)) for kind in (_meshes, _remats, _engines, _batches, _contexts)]
     best = [found for kind in kinds if (found := _best(now, kind))]
     best.sort(key=lambda change: (not change.is_same_run, -change.forecast.tokens_per_s))
+    if now.fits:
+        return best[:MOST]
     lean = [min(kind, key=lambda change: change.forecast.memory.total) for kind in kinds if kind]
     lean = [change for change in lean if change.forecast.memory.total < LEAN * now.memory.total and change not in best]
     return [*best, *sorted(lean, key=lambda change: change.forecast.memory.total)][:MOST]

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from raygpt import storage
-from raygpt.errors import DamagedError, RaygptError
+from raygpt.errors import DamagedError, RaygptError, TransientError
 from raygpt.runs import free_name
 
 LOCK = "hold.json"  # not "lock.json": a driver of an older version must find it
@@ -64,7 +64,7 @@ def locked(run_folder: str, wait: bool = False) -> Iterator[Callable[[], None]]:
 
     def check() -> None:
         if taken_by:
-            raise RaygptError(
+            raise TransientError(
                 f"{run_folder} was taken over by {taken_by[0]}, because this driver had not renewed its lock"
             )
 
@@ -87,7 +87,7 @@ def lock_owner(run_folder: str) -> Owner | None:
 def _take(uri: str, ours: Owner, run_folder: str) -> None:
     before = _read(uri)
     if before and not before.is_gone:
-        raise RaygptError(
+        raise TransientError(
             f"{run_folder} is being trained by {before}; wait for it or stop it, or write "
             f"run.name={free_name(run_folder)} to begin another run"
         )
@@ -96,7 +96,7 @@ def _take(uri: str, ours: Owner, run_folder: str) -> None:
     after = _read(uri)
     if after is None or after.token != ours.token:
         remedy = f"wait for it, or write run.name={free_name(run_folder)}"
-        raise RaygptError(f"{run_folder} was taken at the same moment by {after}; {remedy}")
+        raise TransientError(f"{run_folder} was taken at the same moment by {after}; {remedy}")
 
 
 def _wait_until_renewed_or_gone(uri: str) -> None:

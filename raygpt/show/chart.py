@@ -152,13 +152,13 @@ class Bar:
     text: str
 
 
-def bar_rows(bars: Sequence[Bar]) -> str:
-    """An <svg> with a bar for each value, the longest over most of the width."""
+def bar_rows(bars: Sequence[Bar], colours: int = COLOURS) -> str:
+    """An <svg> with a bar for each value, the longest over most of the width; in so many colours in turn."""
     most = max(bar.value for bar in bars)
     lines = [
         f'<text x="0" y="{BAR_HEIGHT * n + 15}">{escape(bar.name)}</text>'
         f'<rect x="18%" y="{BAR_HEIGHT * n + 3}" width="{60 * bar.value / most:.2f}%" height="{BAR_HEIGHT - 8}" rx="2" '
-        f'style="fill:var(--c{n % COLOURS})"/>'
+        f'style="fill:var(--c{n % colours})"/>'
         f'<text x="{19 + 60 * bar.value / most:.2f}%" y="{BAR_HEIGHT * n + 15}">{escape(bar.text)}</text>'
         for n, bar in enumerate(bars)
     ]

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from raygpt import storage
+from raygpt.errors import RaygptError
 from raygpt.recipes import run_name
 from raygpt.show.console import as_path, clip, command, err, out, relative_path, show_notes, table_of
 
@@ -91,7 +93,9 @@ def show_prepared(store: "TokenStore") -> None:
 
 def show_data(shown: dict[str, Any]) -> None:
     """A source or a store: its facts, then its rows."""
-    facts = [(name, _fact(value)) for name, value in shown.items() if name != "rows" and value not in ({}, [], "")]
+    hidden = ("rows", "lengths")  # rows come after the table, and lengths are on the page
+    shown = {**shown, **({"copies": _share_text(shown["copies"])} if "copies" in shown else {})}
+    facts = [(name, _fact(value)) for name, value in shown.items() if name not in hidden and value not in ({}, [], "")]
     out.print(table_of(facts))
     for number, row in enumerate(shown["rows"]):
         text = row if isinstance(row, str) else row["text"]
@@ -100,9 +104,23 @@ def show_data(shown: dict[str, Any]) -> None:
         out.print(escape(clip(text, 240)), soft_wrap=True)
 
 
+def write_page(shown: dict[str, Any], path: str) -> None:
+    """The HTML page of a store."""
+    from raygpt.show.data_page import data_page
+
+    if "folder" not in shown:
+        raise RaygptError(f"--page is for a token store, and {shown['source']} is text; prepare it first")
+    storage.write_bytes(path, data_page(shown).encode())
+    err.print(f"page  {escape(path)}", soft_wrap=True)
+
+
 def _fact(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {kind}" for name, kind in value.items())
+        return ", ".join(f"{name}: {_share_text(kind)}" for name, kind in value.items())
     if isinstance(value, list):
         return "; ".join(map(str, value))
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _share_text(value: Any) -> str:
+    return f"{value:.2%}" if isinstance(value, float) else str(value)

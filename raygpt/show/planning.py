@@ -67,8 +67,9 @@ def _batch(plan: "Forecast") -> str:
 
 
 def _run(plan: "Forecast") -> str:
-    ratio = plan.tokens / plan.parameters
-    return f"{time_span(plan.run_s)} for {plan.recipe.steps:,} steps, {plan.tokens:,} tokens, {ratio:,.1f} a parameter"
+    each = plan.tokens / plan.parameters
+    ratio = f"{each:,.1f}" if each >= 1 else f"{each:.2g}"
+    return f"{time_span(plan.run_s)} for {plan.recipe.steps:,} steps, {plan.tokens:,} tokens, {ratio} a parameter"
 
 
 def _checkpoints(plan: "Forecast") -> str:
@@ -95,7 +96,8 @@ def _show_kinds(title: str, kinds: Mapping[str, float], text: Any) -> None:
 
 def _show_changes(plan: "Forecast", changes: Sequence["Change"]) -> None:
     if not changes:
-        out.print("\nNo change of mesh, recomputation, engine, batch or context makes it faster.", soft_wrap=True)
+        better = "faster" if plan.fits else "fit"
+        out.print(f"\nNo change of mesh, recomputation, engine, batch or context makes it {better}.", soft_wrap=True)
         return
     out.print("\n[bold]changes that would help most[/]")
     table = Table.grid(padding=(0, 2))

@@ -45,28 +45,28 @@ def scaling_page(ladder: "Ladder", answer: "Answer") -> str:
 
 def law_text(answer: "Answer") -> str:
     """L(N, D) = 1.71 + 410 / N^0.34 + 980 / D^0.31"""
-    terms = answer.fitted.terms
+    terms = answer.law.terms
     return (
         f"L(N, D) = {terms['E']:.3g} + {terms['A']:.4g} / N^{terms['a']:.3f} + {terms['B']:.4g} / D^{terms['b']:.3f}, "
-        f"fitted to {len(answer.measured)} runs, which deviate from it by {answer.fitted.noise:.1%}"
+        f"fitted to {len(answer.law.rungs)} runs, which deviate from it by {answer.law.noise:.1%}"
     )
 
 
 def _by_law(answer: "Answer", parameters: float, tokens: float) -> float:
-    terms = answer.fitted.terms
+    terms = answer.law.terms
     return float(terms["E"] + terms["A"] / parameters ** terms["a"] + terms["B"] / tokens ** terms["b"])
 
 
 def _panel(title: str, x: str, other: str, ladder: "Ladder", answer: "Answer") -> str:
     """Losses over one of size and tokens on a log scale: rungs as points, the law as lines, the run at the right."""
-    values = sorted({getattr(one, other) for one in answer.measured})
+    values = sorted({getattr(one, other) for one in answer.law.rungs})
     goal = {"parameters": float(ladder.parameters), "tokens": float(ladder.tokens)}
-    left = math.log10(min(getattr(one, x) for one in answer.measured))
+    left = math.log10(min(getattr(one, x) for one in answer.law.rungs))
     right = math.log10(goal[x])
     curves = []
     for number, value in enumerate([*values, goal[other]]):
         law = _law_curve(answer, x, other, value, left, right)
-        points = [(math.log10(getattr(one, x)), one.loss) for one in answer.measured if getattr(one, other) == value]
+        points = [(math.log10(getattr(one, x)), one.loss) for one in answer.law.rungs if getattr(one, other) == value]
         name = f"{chart.short(value)} {other}"
         curves.append(chart.Curve(f"{name}, by the law", law, number, number, is_faint=True))
         curves.append(chart.Curve(name, sorted(points), number, number, has_dots=True))
@@ -109,7 +109,7 @@ def log_ticks(left: float, right: float) -> list[chart.Tick]:
 
 
 def _rows(ladder: "Ladder", answer: "Answer") -> Iterator[Sequence[str]]:
-    for rung, one in zip(ladder.rungs, answer.measured, strict=True):
+    for rung, one in zip(ladder.rungs, answer.law.rungs, strict=True):
         law = _by_law(answer, one.parameters, one.tokens)
         yield [
             escape(rung.name),

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from raygpt.config import Recipe
+from raygpt.formatting import time_span
 from raygpt.show.console import command, err, out, relative_path, table_of
 from raygpt.show.training import message_text, show_message
 from raygpt.training.events import Event, StepLogged, Validated
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from raygpt.sweep.runner import Leg, Runner
 
 
-def show_plan(sweep: "Sweep", at_once: int) -> None:
-    """What a sweep will take."""
+def show_plan(sweep: "Sweep", at_once: int, seconds: float | None, cost: str = "") -> None:
+    """What a sweep will take; `seconds` are None where its cluster's speed is not known."""
     keys = [(axis.key, ", ".join(axis.values)) for axis in sweep.axes]
     steps = {recipe.steps for recipe in sweep.recipes.values()}
     length = f"{min(steps):,} steps" if len(steps) == 1 else f"{min(steps):,} to {max(steps):,} steps"
@@ -30,7 +31,6 @@ def show_plan(sweep: "Sweep", at_once: int) -> None:
         )
         for n, one in enumerate(sweep.rounds, 1)
     ]
-    finalists = sweep.rounds[-1].kept if sweep.rounds else len(sweep.trials)
     tokens = f"{sweep.share * sweep.grid_tokens:,.0f}, {sweep.share:.1%} of the whole grid's {sweep.grid_tokens:,}"
     out.print(
         table_of(
@@ -38,8 +38,9 @@ def show_plan(sweep: "Sweep", at_once: int) -> None:
                 *keys,
                 ("trials", f"{len(sweep.trials)} of {length}, {at_once} at once"),
                 *rounds,
-                ("to the end", f"{finalists} trials"),
+                ("to the end", f"{sweep.finalists} trials"),
                 ("tokens", tokens),
+                *([("time", f"about {time_span(seconds)}{cost}")] if seconds else []),
                 ("folder", relative_path(sweep.folder)),
             ]
         )

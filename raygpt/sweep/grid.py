@@ -53,6 +53,11 @@ class Sweep:
     def share(self) -> float:
         return share(self.rounds, len(self.trials))
 
+    @property
+    def finalists(self) -> int:
+        """How many trials are trained to the end."""
+        return self.rounds[-1].kept if self.rounds else len(self.trials)
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -72,9 +77,11 @@ class Answer:
         return sorted((one for one in self.compared if one.fraction == 1), key=lambda one: one.loss)
 
 
-def base_of(name: str, overrides: Sequence[str], suffix: str) -> Recipe:
-    """The recipe of a sweep, whose run is named for it unless an override names it."""
-    base = load_recipe(name, overrides)
+def base_of(
+    name: str, overrides: Sequence[str], suffix: str, note: Callable[[str], None] = lambda text: None
+) -> Recipe:
+    """The recipe of a sweep, whose run is named for it unless an override names it. `note` is load_recipe's."""
+    base = load_recipe(name, overrides, note)
     is_named = any(word.partition("=")[0].strip() == "run.name" for word in overrides)
     run = base.run if is_named else base.run.model_copy(update={"name": f"{base.run.name}-{suffix}"})
     return base.model_copy(update={"run": run})

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from raygpt.planning.loss import TERMS
+from raygpt.planning.loss import TERMS, Law, Measured
 
 POWER, SPREAD = 0.35, 0.07  # of a and b in published laws: 0.34 and 0.28 (Hoffmann), 0.35 and 0.37 (Besiroglu)
 SAMPLES = 200
@@ -22,26 +22,8 @@ LEAST_FREEDOM = 1.0
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A rung's size, tokens and loss."""
-
-    parameters: int
-    tokens: int
-    loss: float
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A law: its terms E, A, a, B, b, the same of each sample, and how far losses are from it, relatively."""
-
-    terms: dict[str, float]
-    samples: list[list[float]]
-    noise: float
-
-
-def fit_law(rungs: Sequence[Measured], count: int = SAMPLES) -> Fitted:
-    """Fit the rungs, and again `count` times rungs that are drawn from them."""
+def fit_law(rungs: Sequence[Measured], name: str, count: int = SAMPLES) -> Law:
+    """Fit the rungs of a ladder of this name, and again `count` times rungs that are drawn from them."""
     sizes, tokens, losses = (
         np.array([float(getattr(rung, name)) for rung in rungs]) for name in ("parameters", "tokens", "loss")
     )
@@ -58,7 +40,8 @@ def fit_law(rungs: Sequence[Measured], count: int = SAMPLES) -> Fitted:
         powers = random.normal(POWER, SPREAD, 2)
         found = _fit(sizes[drawn], tokens[drawn], losses[drawn], middle, (powers[0], powers[1]), whole)
         samples.append(_terms(found, middle))
-    return Fitted(dict(zip(TERMS, _terms(whole, middle), strict=True)), samples, noise)
+    terms = dict(zip(TERMS, _terms(whole, middle), strict=True))
+    return Law(terms, np.array(samples), noise, tuple(rungs), name)
 
 
 def _misses(sizes: Array, tokens: Array, losses: Array, middle: "_Scale", whole: Array) -> float:

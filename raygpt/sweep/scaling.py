@@ -6,20 +6,17 @@ RUN_STORAGE/NAME/            trials.json: which family
     scaling.html             a page that draws it
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
-
-import numpy as np
 
 from raygpt import storage
 from raygpt.config import Recipe
 from raygpt.errors import RaygptError
 from raygpt.models import describe
-from raygpt.planning.loss import FORMAT, SCALING, Law, Loss, family_of, size_of
+from raygpt.planning.loss import FORMAT, SCALING, Law, Loss, Measured, family_of, size_of
 from raygpt.sweep.grid import KEPT, claim
 from raygpt.sweep.ladder import NEAR, Rung, choose_rungs, cost, distance, share_to_come_near
-from raygpt.sweep.law import Fitted, Measured, fit_law
+from raygpt.sweep.law import fit_law
 from raygpt.sweep.runner import Leg, Runner
 from raygpt.training.prepared import run_folder_of
 
@@ -53,10 +50,9 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Answer:
-    """The law, what it was fitted to, and the loss that it predicts for the run."""
+    """The law, and the loss that it predicts for the run."""
 
-    fitted: Fitted
-    measured: tuple[Measured, ...]
+    law: Law
     loss: Loss
 
 
@@ -74,14 +70,14 @@ def run_ladder(ladder: Ladder, runner: Runner) -> Answer:
     legs = [Leg(_as_run(rung, ladder.folder)) for rung in ladder.rungs]
     runner.train(legs)
     sound = [(rung, leg) for rung, leg in zip(ladder.rungs, legs, strict=True) if rung.name not in runner.diverged]
-    measured = [Measured(rung.parameters, rung.tokens, leg.loss) for rung, leg in sound]
+    measured = [Measured(rung.name, rung.parameters, rung.tokens, leg.loss) for rung, leg in sound]
     if len(measured) < len(ladder.rungs):
         raise RaygptError(
             f"{ladder.folder}: {', '.join(sorted(runner.diverged))} diverged, so there is no law; write a lower "
             "optimizer.learning_rate"
         )
-    fitted = fit_law(measured)
-    return Answer(fitted, tuple(measured), _law(ladder, fitted, measured).predict(ladder.parameters, ladder.tokens))
+    law = fit_law(measured, ladder.folder.rsplit("/", 1)[-1])
+    return Answer(law, law.predict(ladder.parameters, ladder.tokens))
 
 
 def write_law(ladder: Ladder, answer: Answer) -> None:
@@ -94,10 +90,10 @@ def as_dict(ladder: Ladder, answer: Answer) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "family": family_of(ladder.recipe),
-        "law": answer.fitted.terms,
-        "samples": answer.fitted.samples,
-        "noise": answer.fitted.noise,
-        "rungs": _rungs(ladder, answer.measured),
+        "law": answer.law.terms,
+        "samples": answer.law.samples.tolist(),
+        "noise": answer.law.noise,
+        "rungs": [asdict(rung) for rung in answer.law.rungs],
     }
 
 
@@ -113,15 +109,3 @@ def _as_run(rung: Rung, folder: str) -> Recipe:
         update={"eval_every": rung.recipe.steps, "eval_tasks": (), "prompts": ()}
     )
     return Recipe.model_validate(dict(rung.recipe) | {"run": run, "training": training})
-
-
-def _rungs(ladder: Ladder, measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    return [
-        {"run": rung.name, "parameters": one.parameters, "tokens": one.tokens, "loss": one.loss}
-        for rung, one in zip(ladder.rungs, measured, strict=True)
-    ]
-
-
-def _law(ladder: Ladder, fitted: Fitted, measured: Sequence[Measured]) -> Law:
-    name = ladder.folder.rsplit("/", 1)[-1]
-    return Law(fitted.terms, np.array(fitted.samples), fitted.noise, tuple(_rungs(ladder, measured)), name)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from raygpt.engines.base import Engine
-from raygpt.errors import RaygptError, StorageError, first_line
+from raygpt.errors import RaygptError, StorageError, TransientError, first_line
 from raygpt.runs import checkpoints
 from raygpt.training.events import CheckpointSaved
 from raygpt.training.session import Session
@@ -175,7 +175,7 @@ class Saving:
         self._failed += 1
         said = f"the checkpoint of step {step} could not be saved ({reason})"
         if self._failed >= self._limit:
-            self._error = RaygptError(
+            self._error = TransientError(
                 f"{said}, {self._failed} times in a row; the ones before are intact. Make room in "
                 "run.storage or fix it, then run the same command again"
             )

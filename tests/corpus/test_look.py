@@ -10,10 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raygpt.corpus import documents
+from raygpt.corpus import documents, summary
 from raygpt.corpus.look import look
 from raygpt.corpus.prepare import prepare
 from raygpt.errors import RaygptError
+from raygpt.show.data_page import data_page
 
 
 def shown(what: str | Path, rows: int = 3, column: str = "text", tokenizer: str = "gpt2") -> dict[str, Any]:
@@ -101,3 +102,44 @@ def test_nanogpts_files_are_decoded_with_the_tokenizer_that_is_named(tmp_path: P
     found = shown(tmp_path, rows=1, tokenizer="bytes")
     assert found["rows"][0]["text"] == ("some text " * 20)[:64]
     assert found["train_tokens"] == found["val_tokens"] == 200
+
+
+def test_a_store_shows_how_long_its_documents_are_which_are_copies_and_their_characters(
+    tmp_path: Path, ray_cluster: None
+) -> None:
+    texts = ["abc", "abc", "Привет", "12", "x" * 300]  # 3, 3, 12, 2 and 300 bytes
+    (tmp_path / "x.txt").write_text("<|endoftext|>\n".join(f"{text}\n" for text in texts))
+    prepare(str(tmp_path / "x.txt"), str(tmp_path / "store"), "bytes", val=0.0)
+    found = shown(tmp_path / "store")
+    tokens = 5 + 5 + 14 + 4 + 302  # each with a line's end and the document's
+    assert (found["sampled_documents"], found["sampled_tokens"]) == (5, tokens)
+    assert (found["median_document"], found["longest_document"]) == (5, 302)
+    assert found["copies"] == 0.2  # one of five
+    assert found["bytes_per_token"] == round((tokens - 5) / tokens, 3)
+    letters = 3 + 3 + 300
+    total = letters + 6 + 2 + 5
+    expected = {"Latin": letters, "Cyrillic": 6, "digits": 2, "spaces": 5}
+    assert found["characters"] == {name: round(count / total, 4) for name, count in expected.items()}
+    assert [(row["from"], row["documents"], row["tokens"]) for row in found["lengths"] if row["documents"]] == [
+        (4, 3, 14),
+        (8, 1, 14),
+        (256, 1, 302),
+    ]
+
+
+def test_a_large_stores_summary_reads_a_sample_that_is_spread_over_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("train", "val"):
+        np.tile(np.frombuffer(b"some text\n", np.uint8), 100).astype("<u2").tofile(tmp_path / f"{name}.bin")
+    monkeypatch.setattr(summary, "SAMPLE_TOKENS", 250)
+    assert shown(tmp_path, tokenizer="bytes")["sampled_tokens"] == 250
+
+
+def test_the_page_of_a_store_has_its_histograms_and_text(tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        np.frombuffer(b"<b>text</b> ".ljust(63) + b"\n", np.uint8).astype("<u2").tofile(tmp_path / f"{name}.bin")
+    page = data_page(shown(tmp_path, tokenizer="bytes"))
+    assert "64 to 127" in page  # tokens of its one document
+    assert "1 · 100.0%" in page
+    assert "&lt;b&gt;text&lt;/b&gt;" in page

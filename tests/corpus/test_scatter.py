@@ -1,5 +1,6 @@
 """Scattering: the documents sorted by a keyed hash, the same from any number of tasks; copies removed; continued."""
 
+import functools
 import hashlib
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
@@ -85,7 +86,7 @@ def slow_scatter(shards: Sequence[Sequence[list[int]]]) -> list[list[int]]:
     [
         {"bucket_bytes": 2000},
         {"bucket_bytes": 2000, "task_bytes": 3000},
-        {"bucket_bytes": 700, "task_bytes": 3000, "fan_out": 4},  # 36 buckets: three levels
+        {"bucket_bytes": 700, "task_bytes": 3000, "fan_out": 4},  # three levels
         {"bucket_bytes": 10**9},
     ],
 )
@@ -207,6 +208,51 @@ def test_prepare_scatters_on_ray_and_leaves_only_the_store(ray_cluster: None, tm
     assert watched[-1].scattered == 1.0
     assert store.index.fingerprint != plain.index.fingerprint
     assert len(read) + sum(int((run == END).sum()) for run in plain.val.runs()) == len(texts)
+
+
+@pytest.mark.extended
+def test_one_two_and_four_tasks_at_once_on_ray_write_the_same_bytes(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = functools.partial(scatter.scatter, bucket_bytes=1500, task_bytes=2000, fan_out=4)  # three levels
+    monkeypatch.setattr(prepare, "scatter", small)
+    source = prepare.resolve(text_folder(tmp_path / "text")[0])
+    job = prepare.Job(source, "bytes", 0.05, scatter=True, dedup="exact")
+    written = []
+    for cpus in (1, 2, 4):
+        store = prepare.run(job, str(tmp_path / str(cpus)), cpus=cpus)
+        assert len(store.index.train) > 16
+        written.append({path.name: path.read_bytes() for path in Path(store.folder).iterdir()})
+    assert written[0] == written[1] == written[2]
+
+
+@pytest.mark.extended
+def test_tasks_on_ray_hold_little_of_a_corpus_of_ten_times_their_limit(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, peaks, original = 2_000_000, [], pipeline.each
+
+    def each(task: Callable[[Any], dict[str, Any]], items: Sequence[Any], cpus: float | None) -> Iterator[Any]:
+        def measured(item: Any) -> dict[str, Any]:  # in Ray's process
+            tracemalloc.start()
+            try:
+                return {**task(item), "peak": tracemalloc.get_traced_memory()[1]}
+            finally:
+                tracemalloc.stop()
+
+        for row in original(measured, items, cpus):
+            peaks.append(row["peak"])
+            yield row
+
+    rng = np.random.default_rng(0)
+    text = [[[*rng.integers(0, 256, 1000).tolist(), END]] * 100 for _ in range(100)]
+    store = plain_store(tmp_path / "plain", text)
+    assert len(store.train) * 2 > 10 * limit
+    monkeypatch.setattr(pipeline, "each", each)
+    found = scattered(store, tmp_path / "out", task_bytes=limit, bucket_bytes=limit // 2, fan_out=8)
+    assert len(found.train) == len(store.train)
+    assert len(peaks) > 2 * 10  # two levels, and the buckets
+    assert max(peaks) < 6 * limit  # read, joined, sorted, as bytes
 
 
 def test_text_is_scattered_by_itself_from_a_gigabyte_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

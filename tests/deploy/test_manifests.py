@@ -359,3 +359,10 @@ def test_files_of_slurm_are_one_script():
     assert list(made) == ["train.sbatch"]
     assert "#SBATCH --nodes=2-4\n" in made["train.sbatch"]
     assert subprocess.run(["bash", "-n"], input=made["train.sbatch"], text=True).returncode == 0
+
+
+def test_a_warm_up_that_follows_fewer_steps_is_noted(raygpt):
+    words = ("gpt2-tiny", "run.storage=s3://b/r", "training.steps=6", "schedule.warmup_steps=5")
+    shorter = ("modern-124m", "run.storage=s3://b/r", "training.steps=12")
+    assert "warmup_steps" not in raygpt("deploy", *words, "--dry-run")[2]
+    assert "note: schedule.warmup_steps:" in raygpt("deploy", *shorter, "--dry-run")[2]

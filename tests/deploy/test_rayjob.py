@@ -1,13 +1,14 @@
 """The RayJob's entrypoint for real, on node processes: lost pods, lost heads, retries, and the same losses."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from pods import CODE, Operator, has_programs
+from pods import CODE, Operator, has_programs, wait_for
 
 from raygpt.deploy.deployment import Options
 from raygpt.testing.chaos import losses
@@ -24,6 +25,8 @@ RECIPE = {
     # With two of a pod's three CPUs each worker has a pod of its own
     "cluster": {"accelerator": "cpu", "workers": 2, "resources_per_worker": {"CPU": 2}},
 }
+ELASTIC = {"model.precision": "fp64", "cluster.workers": "1..2"}
+RAYGPT = (sys.executable, "-m", "raygpt")
 OPTIONS = Options("kubernetes", volume="shared", cpus=3)
 
 
@@ -65,8 +68,7 @@ def test_pods_and_heads_are_lost_and_the_losses_are_those_of_an_undisturbed_run(
 
 
 def test_an_elastic_job_goes_on_with_one_worker_and_the_same_losses(tmp_path):
-    changes = {"model.precision": "fp64", "cluster.workers": "1..2", "training.steps": 300, "training.eval_every": 300}
-    with operator(tmp_path / "job", **changes) as job:
+    with operator(tmp_path / "job", **ELASTIC, **{"training.steps": 300, "training.eval_every": 300}) as job:
 
         def lose_a_machine():
             job.withheld.add("worker-1")
@@ -74,24 +76,62 @@ def test_an_elastic_job_goes_on_with_one_worker_and_the_same_losses(tmp_path):
 
         status, log = job.watch(lose_a_machine)
         assert status == "SUCCEEDED", log
-        assert "workers 1;" in " ".join(log.split())
-        text = Path(job.config, "recipe.yaml").read_text()
-    alone = tmp_path / "alone.yaml"
+        assert workers_of(log)[-1] == 1
+    assert_trained_as_alone(job, tmp_path)
+
+
+def workers_of(log):
+    """How many workers each start of a run had, as its log says."""
+    return [int(found) for found in re.findall(r"workers (\d+);", " ".join(log.split()))]
+
+
+def assert_trained_as_alone(job, folder):
+    """A job's losses are those of its recipe in one process without a cluster, to as many steps."""
+    ours = losses(job.run_folder)
+    alone = folder / "alone.yaml"
+    text = Path(job.config, "recipe.yaml").read_text()
     alone.write_text(text.replace("name: tiny", "name: alone").replace("workers: 1..2", "workers: 1"))
-    command = [sys.executable, "-m", "raygpt", "train", str(alone), "cluster.resources_per_worker={}"]
+    steps = [f"training.{key}={ours[-1][0]}" for key in ("steps", "eval_every")]
+    command = [*RAYGPT, "train", str(alone), "cluster.resources_per_worker={}", *steps]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": CODE}, check=True, capture_output=True)
-    ours, theirs = losses(job.run_folder), losses(str(Path(job.run_folder).with_name("alone")))
-    assert [step for step, _ in ours] == [step for step, _ in theirs] == list(range(1, 301))
+    theirs = losses(str(Path(job.run_folder).with_name("alone")))
+    assert [step for step, _ in ours] == [step for step, _ in theirs] == list(range(1, ours[-1][0] + 1))
     np.testing.assert_allclose([loss for _, loss in ours], [loss for _, loss in theirs], rtol=1e-6)
+
+
+def test_an_elastic_job_that_loses_a_worker_grows_back_with_the_same_losses(tmp_path):
+    # Without end, so that it never matters how fast it trains beside what is done to it.
+    changes = {**ELASTIC, "training.steps": 1_000_000, "training.eval_every": 1_000_000}
+    with operator(tmp_path / "job", **changes) as job:
+        sizes = []  # of the groups of workers that trained, in turn
+
+        def when(workers, act):
+            """A disturbance that comes when so many workers train."""
+
+            def disturb():
+                wait_for(lambda: job.reconcile() or workers_of(job.log("job-1"))[-1:] == [workers])
+                sizes.append(workers)
+                act()
+
+            return disturb
+
+        def lose_a_machine():
+            job.withheld.add("worker-1")
+            job.kill("worker-1")
+
+        def stop():
+            subprocess.run([*RAYGPT, "stop", job.run_folder], check=True, env={"PYTHONPATH": CODE})
+
+        status, log = job.watch(when(2, lose_a_machine), when(1, job.withheld.clear), when(2, stop))
+        assert (status, job.failures, sizes) == ("SUCCEEDED", 0, [2, 1, 2]), log
+    assert_trained_as_alone(job, tmp_path)
 
 
 def test_a_run_that_raygpt_stop_ended_is_not_retried(tmp_path):
     with operator(tmp_path / "job", **{"training.steps": 100_000}) as job:
 
         def stop():
-            subprocess.run(
-                [sys.executable, "-m", "raygpt", "stop", job.run_folder], check=True, env={"PYTHONPATH": CODE}
-            )
+            subprocess.run([*RAYGPT, "stop", job.run_folder], check=True, env={"PYTHONPATH": CODE})
 
         status, log = job.watch(stop)
         assert (status, job.failures) == ("SUCCEEDED", 0), log
@@ -99,9 +139,35 @@ def test_a_run_that_raygpt_stop_ended_is_not_retried(tmp_path):
         assert list(Path(job.run_folder, "checkpoints").glob("step-*/checkpoint.json"))
 
 
-def test_a_job_that_cannot_work_is_retried_so_often_and_no_more(tmp_path):
-    with operator(tmp_path / "job", **{"data.source": "/storage/missing.txt"}) as job:
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"data.source": "/storage/missing.txt"}, "no text at"),
+        (
+            {"model.preset": None, "optimizer.kind": "adamw", "optimizer.learning_rate": 1e30},
+            "the loss is not a number",
+        ),
+    ],
+)
+def test_an_error_that_no_retry_helps_stops_the_job_at_once(tmp_path, changes, error):
+    with operator(tmp_path / "job", **changes) as job:
+        status, log = job.watch()
+        assert (status, job.failures, job.clusters) == ("STOPPED", 0, 1), log
+        assert error in log
+        assert "a retry would end the same way, so there is none" in " ".join(log.split())
+
+
+def test_workers_that_die_at_the_same_step_again_and_again_stop_the_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYGPT_FAULTS", "kill@30:0:always")  # as one that needs more memory than there is
+    with operator(tmp_path / "job") as job:
+        status, log = job.watch()
+        assert (status, job.failures) == ("STOPPED", 0), log
+        assert "so a restart does not help" in " ".join(log.split())
+
+
+def test_a_job_whose_workers_fail_at_ever_other_steps_is_retried_so_often_and_no_more(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYGPT_FAULTS", "kill@30 kill@60 kill@90")
+    with operator(tmp_path / "job", **{"cluster.max_faults": 0}) as job:
         job.job["spec"]["backoffLimit"] = 1
         status, log = job.watch()
-        assert (status, job.failures) == ("FAILED", 2)
-        assert "no text at" in log
+        assert (status, job.failures, job.clusters) == ("FAILED", 2, 2), log

@@ -50,6 +50,36 @@ def test_a_model_that_is_too_large_does_not_fit_and_says_which_mesh_would(tmp_pa
     assert any("cluster.mesh.fsdp" in change.keys for change in changes)
 
 
+@pytest.mark.parametrize(("recipe", "on"), [("tiny", "h200"), ("modern-124m", "h200"), ("gpt2-124m", "8xh100")])
+def test_where_memory_is_plentiful_only_changes_that_make_it_faster_are_listed(recipe, on, tmp_path):
+    got = planned(recipe, on, tmp_path)
+    assert got.fits
+    assert all(change.forecast.tokens_per_s > 1.01 * got.tokens_per_s for change in helpful_changes(got))
+
+
+def test_a_few_tokens_for_each_parameter_are_not_none(tmp_path, capsys, monkeypatch):
+    words = ["gpt2-124m", "--on", "h200", f"run.storage={tmp_path}"]
+    assert "4,915,200 tokens, 0.039 a parameter" in run(capsys, monkeypatch, *words, "training.steps=10")
+    assert "2,369.9 a parameter" in " ".join(run(capsys, monkeypatch, *words).split())
+
+
+def test_several_values_of_a_key_are_planned_as_a_sweep(tmp_path, capsys, monkeypatch):
+    words = ["modern-124m", "--on", "h200", "--price", "3", f"run.storage={tmp_path}", "training.steps=200"]
+    rates = "optimizer.learning_rate=0.01,0.02,0.04,0.08"
+    told = json.loads(run(capsys, monkeypatch, *words, rates, "--json"))
+    one = json.loads(run(capsys, monkeypatch, *words, "--json"))
+    assert (told["trials"], told["to_the_end"]) == (4, 1)
+    assert told["grid_tokens"] == 4 * one["tokens"]
+    assert told["tokens"] == pytest.approx(0.475 * told["grid_tokens"])
+    # 4 trunks and forks, 2 of each, 1 to the end: 13 starts, and 0.475 of the grid's steps
+    steps = 0.475 * 4 * 200 * one["step_s"]["total"]
+    assert told["run_s"] > 13 * 15 + steps
+    assert told["cost"] == pytest.approx(3 * told["run_s"] / 3600)
+    text = run(capsys, monkeypatch, *words, rates)
+    assert "47.5% of the whole grid's" in text
+    assert " min on 1 × h200, " in text
+
+
 def test_the_fastest_plan_fits_and_no_other_mesh_is_faster(tmp_path):
     start = planned("modern-1.5b", "8xa100-40", tmp_path)
     best = fastest(start.recipe, start.target, start.corpus)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from raygpt.errors import RaygptError
-from raygpt.planning.loss import TERMS, Law
+from raygpt.planning.loss import TERMS, Measured
 from raygpt.recipes import load_recipe
 from raygpt.sweep.ladder import choose_rungs, cost
-from raygpt.sweep.law import Measured, fit_law
+from raygpt.sweep.law import fit_law
 from raygpt.sweep.scaling import plan_ladder
 
 VOCAB = 4096
@@ -52,9 +52,14 @@ def test_a_ladder_that_is_far_from_its_run_says_with_which_share_it_would_not_be
     assert not plan_ladder(recipe, 50257, far.enough).is_far
 
 
+def law_of(rungs, losses, **options):
+    measured = [Measured(one.name, one.parameters, one.tokens, loss) for one, loss in zip(rungs, losses, strict=True)]
+    return fit_law(measured, "ladder", **options)
+
+
 def test_a_law_without_noise_predicts_the_run():
     rungs, parameters, tokens = target()
-    found = fit_law([Measured(one.parameters, one.tokens, true_loss(one.parameters, one.tokens)) for one in rungs])
+    found = law_of(rungs, [true_loss(one.parameters, one.tokens) for one in rungs])
     predicted = true_loss(parameters, tokens, [found.terms[term] for term in TERMS])
     assert predicted == pytest.approx(true_loss(parameters, tokens), rel=0.01)
 
@@ -64,9 +69,9 @@ def test_one_rung_that_went_wrong_moves_the_prediction_little(wrong):
     rungs, parameters, tokens = target()
     random = np.random.default_rng(wrong)
     losses = [true_loss(one.parameters, one.tokens) * (1 + 0.002 * random.standard_normal()) for one in rungs]
-    clean = fit_law([Measured(one.parameters, one.tokens, loss) for one, loss in zip(rungs, losses, strict=True)])
+    clean = law_of(rungs, losses)
     losses[wrong] *= 1.1
-    spoilt = fit_law([Measured(one.parameters, one.tokens, loss) for one, loss in zip(rungs, losses, strict=True)])
+    spoilt = law_of(rungs, losses)
     ends = [true_loss(parameters, tokens, list(found.terms.values())) for found in (clean, spoilt)]
     assert ends[0] == pytest.approx(ends[1], rel=0.05)
     assert spoilt.noise > clean.noise
@@ -77,12 +82,8 @@ def test_the_interval_covers_what_comes_out_in_about_four_runs_of_five():
     random, hits, errors, widths = np.random.default_rng(4), [], [], []
     for _ in range(12):
         terms = (random.uniform(1.2, 2.2), 60, random.uniform(0.28, 0.38), 900, random.uniform(0.33, 0.43))
-        measured = [
-            Measured(one.parameters, one.tokens, noisy(random, true_loss(one.parameters, one.tokens, terms)))
-            for one in rungs
-        ]
-        found = fit_law(measured, count=50)
-        law = Law(found.terms, np.array(found.samples), found.noise, ({"parameters": 1, "tokens": 1},), "ladder")
+        losses = [noisy(random, true_loss(one.parameters, one.tokens, terms)) for one in rungs]
+        law = law_of(rungs, losses, count=50)
         said, came = law.predict(parameters, tokens), noisy(random, true_loss(parameters, tokens, terms))
         hits.append(said.low <= came <= said.high)
         errors.append(abs(said.loss / came - 1))

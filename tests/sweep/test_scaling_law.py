@@ -48,7 +48,7 @@ def test_a_ladder_that_was_killed_goes_on_and_its_law_is_found_beside_the_runs(r
     assert read.loss == answer.loss.loss
     assert read.low < read.loss < read.high
     rung = open_run(f"{tmp_path}/ladder/{ladder.rungs[0].name}")
-    assert rung.val_losses[ladder.rungs[0].recipe.steps] == answer.measured[0].loss
+    assert rung.val_losses[ladder.rungs[0].recipe.steps] == answer.law.rungs[0].loss
     html = scaling_page(ladder, answer)
     assert f"{answer.loss.loss:.4f}" in html
     assert "http" not in html

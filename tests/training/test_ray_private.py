@@ -20,6 +20,7 @@ TRACED = "_ray_trace_ctx"  # that Ray adds to a class's methods when it makes an
 # Where it is, and its parameters; None for what is not called by us
 USED = {
     "ray._private.services:ConsolePopen": None,
+    "ray._private.runtime_env.constants:RAY_JOB_CONFIG_JSON_ENV_VAR": None,
     "ray._private.state:actors": "actor_id job_id actor_state_name",
     f"{CONTROLLER}": "train_fn_ref train_run_context scaling_policy failure_policy callbacks validation_config",
     f"{CONTROLLER}.run": "self",

@@ -229,7 +229,8 @@ class JaxEngine:
     @cached_property
     def _step(self) -> Any:
         scaled = self.precision == "fp16"
-        step = make_step(self.recipe, self._training_losses, self._optimizer, learning_rate(self.recipe), scaled)
+        rates, shards = learning_rate(self.recipe), self._row_shards
+        step = make_step(self.recipe, self._training_losses, self._optimizer, rates, scaled, shards)
         return jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
 
     def lower_step(self) -> Any:

@@ -21,6 +21,7 @@ from raygpt.engines.jax.model import GPT
 from raygpt.engines.jax.optimizer import Optimizer, Slots, Tree
 from raygpt.engines.jax.sharding import gather_tables
 from raygpt.engines.loss_scale import LossScale
+from raygpt.engines.microbatches import row_numbers
 from raygpt.engines.spikes import Spikes
 from raygpt.models import Description
 
@@ -124,11 +125,13 @@ def make_step(
     optimizer: Optimizer,
     learning_rate: Callable[[Array], Array],
     scaled: bool = False,
+    row_shards: int = 1,
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
-    """The function to compile: (state, batch) to (state, metrics). `scaled` is for fp16."""
+    """The function to compile: (state, batch) to (state, metrics). `scaled` is for fp16; `row_shards` is the number of
+    groups of devices with different rows."""
     training = recipe.training
     guarded = scaled or "skip" in (training.on_nan, training.on_spike)
-    sums = make_sums(recipe, losses)
+    sums = make_sums(recipe, losses, row_shards)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         factor = state.scale.factor if scaled else jnp.ones((), batch.weights.dtype)
@@ -159,13 +162,13 @@ def make_step(
     return step
 
 
-def make_sums(recipe: Recipe, losses: Losses) -> Callable[[State, Batch], tuple[Array, Any]]:
+def make_sums(recipe: Recipe, losses: Losses, row_shards: int = 1) -> Callable[[State, Batch], tuple[Array, Any]]:
     """(state, batch) to the weighted sum of all tokens' losses and its gradients, one micro-batch after another."""
     seed, dropout = recipe.training.seed, recipe.model.dropout > 0
 
     def sums(state: State, batch: Batch) -> tuple[Array, Any]:
         accumulation, micro_rows, _ = batch.inputs.shape
-        row_numbers = jnp.arange(accumulation * micro_rows).reshape(accumulation, micro_rows)
+        all_numbers = jnp.asarray(row_numbers(accumulation, micro_rows, row_shards))
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
 
         def micro(inputs: Array, targets: Array, weights: Array, numbers: Array) -> tuple[Array, Any]:
@@ -177,7 +180,7 @@ def make_sums(recipe: Recipe, losses: Losses) -> Callable[[State, Batch], tuple[
         def add(total: tuple[Array, Any], part: tuple[Array, ...]) -> tuple[tuple[Array, Any], None]:
             return jax.tree.map(jnp.add, total, micro(*part)), None
 
-        parts = (batch.inputs, batch.targets, batch.weights, row_numbers)
+        parts = (batch.inputs, batch.targets, batch.weights, all_numbers)
         if accumulation == 1:  # no loop, which XLA would remove, and no gradients added to zeros
             return micro(*(part[0] for part in parts))
         zero = (jnp.zeros((), batch.weights.dtype), jax.tree.map(jnp.zeros_like, state.parameters))

@@ -45,13 +45,22 @@ class Result:
     by_signal: bool = False  # it was stopped by a signal, not by `raygpt stop`
 
 
-def prepare_run(recipe: Recipe, watch: Watch = lambda progress: None, force: bool = False) -> Prepared:
-    """Prepare a run, for the cluster that this process is connected to, if any."""
+def prepare_run(
+    recipe: Recipe,
+    watch: Watch = lambda progress: None,
+    force: bool = False,
+    say_waiting: Callable[[str], None] | None = None,
+) -> Prepared:
+    """Prepare a run, for the cluster that this process is connected to, if any. With `say_waiting`, wait for nodes that
+    have not joined yet."""
     if not ray.is_initialized():
         return prepared.prepare_run(recipe, watch, force, spare_cpus=lambda: 0)
     workers = choose_workers(recipe.cluster, recipe.engine)
     # Before the corpus is prepared, which may take hours, and its vocabulary is known
-    ensure_room(request_memory(workers, recipe, SMALLEST_VOCAB))
+    least = request_memory(workers, recipe, SMALLEST_VOCAB)
+    if say_waiting:
+        wait_for_nodes(least, say_waiting, lambda: None)
+    ensure_room(least)
     ensure_shared(prepared.run_folder_of(recipe))
     run = prepared.prepare_run(recipe, watch, force, spare_cpus=workers.spare_cpus)
     try:

@@ -19,7 +19,7 @@ from pathlib import Path
 import ray
 
 from raygpt.config import Recipe
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, TransientError
 from raygpt.formatting import size
 from raygpt.host import cores, host_memory, memory_for_work
 from raygpt.planning.devices import ray_device
@@ -119,7 +119,7 @@ def _reserve(mine: Path, wanted: int) -> None:
         others = {file.name: int(file.read_text()) for file in mine.parent.glob("[0-9]*") if _is_alive(file)}
         taken, usable = sum(others.values()), host_memory() * 9 // 10
         if others and taken + wanted > usable:
-            raise RaygptError(
+            raise TransientError(
                 f"cluster.workers: they need {size(wanted)}, and other runs on this machine (process "
                 f"{', '.join(sorted(others))}) have {size(taken)} of {size(usable)}; wait for them, or stop one"
             )

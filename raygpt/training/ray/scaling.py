@@ -15,7 +15,7 @@ from ray.util.tpu import get_num_tpu_slices, get_tpu_worker_resources
 from raygpt import storage
 from raygpt.config import Cluster
 from raygpt.engines import for_gpus
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, TransientError
 from raygpt.formatting import size
 from raygpt.host import cores, host_memory
 from raygpt.planning.split import PROCESS_BYTES
@@ -158,7 +158,7 @@ def ensure_room(workers: Workers, say: Callable[[str], None] = lambda text: None
     otherwise = "add nodes" if workers.accelerator == "cpu" else "add nodes, or write cluster.accelerator: cpu"
     remedy = f"write cluster.workers: {room}, or add nodes" if room else otherwise
     has = f"the cluster has room for {room} ({_describe_cluster(*workers.resources)})"
-    raise RaygptError(f"cluster.workers: {workers} do not fit: {has}; {remedy}")
+    raise TransientError(f"cluster.workers: {workers} do not fit: {has}; {remedy}")
 
 
 def ensure_spare_cpus(workers: Workers) -> None:

@@ -15,7 +15,7 @@ from ray.train.backend import BackendConfig
 from ray.train.v2.api.config import FailureConfig, RunConfig
 
 from raygpt import storage
-from raygpt.errors import RaygptError, first_line
+from raygpt.errors import RaygptError, TransientError, first_line
 from raygpt.training.events import Event, GivenUp, Waiting
 from raygpt.training.ray.mailbox import this_node_strategy
 from raygpt.training.ray.private import (
@@ -169,7 +169,7 @@ def _fit_in_thread(trainer: Trainer, poll: Callable[[], None]) -> BaseException 
         poll()
     except ray.exceptions.RayError as error:  # from the actors that carry events
         trainer.end()
-        return RaygptError(
+        return TransientError(
             f"Ray lost the actors that drive this run ({first_line(error)}); the same command resumes it"
         )
     except BaseException:
