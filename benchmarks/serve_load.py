@@ -42,6 +42,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         growing = _with_first_checkpoint(run.folder, run.steps[0], Path(home) / run.name)
         clients, memory = asyncio.run(_loaded(run, growing, arguments))
+        print(dict(clients.counts), f"{len(clients.answers)} texts to compare", flush=True)
         wrong = asyncio.run(_compare(run.folder, clients.answers))
     figures: dict[str, Any] = {
         "answers": len(clients.answers),
@@ -130,6 +131,7 @@ async def _compare(folder: str, answers: list[Told]) -> int:
             text = "".join([piece.text async for pieces in alone.stream(request) for piece in pieces])
             wrong += text != told.text
         alone.close()
+        print(f"step {step}: compared, {wrong} wrong so far", flush=True)
     return wrong
 
 

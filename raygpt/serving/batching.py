@@ -78,6 +78,13 @@ class Batch:
         running = sum(text is not None for text in self._texts)
         return Load(running, len(self._waiting), self._slots.count)
 
+    def warm_up(self) -> None:
+        """Compile every program of the engine, which on a GPU takes seconds: before a request waits for it."""
+        every_kind = Request((0,), 2, top_k=1, bias={0: 1.0}, alternatives=1, score_prompt=True)
+        self.submit(every_kind, lambda piece: None)
+        while self.turn():
+            pass
+
     def run(self) -> None:
         """Take turns until `close`, and sleep where there is nothing to do."""
         while not self._closed:

@@ -52,6 +52,8 @@ class RunModel:
         slots = make_slots(loaded.engine, loaded.reader, _count_slots(loaded, options))
         served = Served(loaded.checkpoint.step, loaded.state)
         self._batch = Batch(slots, loaded.reader.context, loaded.tokenizer, served, options.waiting)
+        if devices_of(loaded.engine).is_accelerated():
+            self._batch.warm_up()
         self._closing = threading.Event()
         self._threads = [threading.Thread(target=self._batch.run, name="batch", daemon=True)]
         if options.follow:

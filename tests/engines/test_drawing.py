@@ -18,10 +18,7 @@ def rows(count, temperature=1.0, top_k=0, top_p=1.0, seeds=None):
 def drawn(logits, of, xp=np):
     put = (lambda array: xp.from_numpy(array)) if xp.__name__ == "torch" else xp.asarray
     on = Rows(*map(put, of))
-    scaled = drawing.scale(put(logits), 0, on.temperatures, xp)
-    least = drawing.smallest_of_top_k(scaled, on.top_ks, xp)
-    least = drawing.smallest_of_top_p(scaled, least, on.top_ps, xp)
-    return np.asarray(drawing.pick(scaled, least, on, xp))
+    return np.asarray(drawing.draw_limited(put(logits), 0, on, xp))
 
 
 def softmax(logits):
@@ -75,3 +72,34 @@ def test_every_library_draws_the_same(library):
     logits = np.random.default_rng(0).normal(size=(40, 300)).astype(np.float32)
     of = rows(40, 0.8, 50, 0.9)
     np.testing.assert_array_equal(drawn(logits, of, xp), drawn(logits, of))
+
+
+@pytest.mark.parametrize("draw", [drawing.draw, drawing.draw_limited])
+def test_pytorch_draws_without_a_number_from_the_host_as_a_cuda_graph_must(draw):
+    """On the device meta, which has shapes and no numbers: a number that were read would raise an error."""
+    torch = pytest.importorskip("torch")
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    places = set()
+
+    class Devices(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+            result = operation(*arguments, **(options or {}))
+            tensors = [leaf for leaf in tree_leaves((arguments, result)) if isinstance(leaf, torch.Tensor)]
+            places.update(tensor.device.type for tensor in tensors)
+            return result
+
+    logits = torch.empty(3, 50, device="meta")
+    numbers = torch.empty(len(Rows._fields), 3, dtype=torch.int32, device="meta")
+    with Devices():
+        drawn = draw(logits, logits, Rows.unpacked(numbers, torch.float32), torch)
+    assert (drawn.shape, places) == ((3,), {"meta"})
+
+
+def test_rows_are_the_same_after_they_were_packed_into_one_array():
+    some = rows(3, temperature=0.7)._replace(top_ps=np.array([1, 0.9, 0.3], np.float32), live=np.array([1, 0, 1], bool))
+    for before, after in zip(some, Rows.unpacked(some.packed(), np.float32), strict=True):
+        np.testing.assert_array_equal(after, before)
+        assert after.dtype == before.dtype
+    assert some.limited.tolist() == [False, True, True]

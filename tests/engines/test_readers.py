@@ -160,3 +160,27 @@ def test_a_product_of_few_rows_is_the_product(rows, out, monkeypatch):
     np.testing.assert_allclose(product(torch.tensor(x), layer.weight.detach()), x @ kernel.T, rtol=1e-12)
     got = linear(layer, torch.tensor(x).reshape(rows, 1, 5)).detach()
     np.testing.assert_allclose(got, (x @ kernel.T + bias).reshape(rows, 1, out), rtol=1e-12)
+
+
+def test_fp32_is_not_rounded_further_though_training_allows_it(opened, engine):
+    """TF32 on a GPU, and bf16 on some CPUs, change log-probabilities in their third digit."""
+    reader, state = opened
+    if engine == "jax":
+        windows = tokens(2, 9)
+        lowered = reader._token_logprobs.lower(state, windows[:, :-1], windows[:, 1:]).as_text()
+        products = [line for line in lowered.splitlines() if "dot_general" in line]
+        assert products
+        assert [line for line in products if "HIGHEST" not in line] == []
+        return
+    before = torch.get_float32_matmul_precision()
+    seen = []
+    with pytest.MonkeyPatch.context() as patched:
+        multiply = torch.bmm
+        patched.setattr(torch, "bmm", lambda *a: seen.append(torch.get_float32_matmul_precision()) or multiply(*a))
+        torch.set_float32_matmul_precision("medium")
+        try:
+            reader.prefill(state, tokens(1, 1))
+            assert torch.get_float32_matmul_precision() == "medium"
+        finally:
+            torch.set_float32_matmul_precision(before)
+    assert set(seen) == {"highest"}

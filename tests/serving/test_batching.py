@@ -233,7 +233,7 @@ def test_a_step_is_two_programs_of_jax_one_array_to_the_device_and_one_back(batc
     request = Request(prompt(3), 8, bias={256: -100.0})
     answers(batch, [request, replace(request, top_p=0.5)])  # compiles
     calls, sent, got = [], [], []
-    for name in ("_read_tokens", "_limit", "_write_tokens", "_read_part", "_read_first", "_put", "_top"):
+    for name in ("_read_tokens", "_limit", "_write_tokens", "_read_part", "_read_first", "_keep_first", "_put", "_top"):
         program = getattr(slots, name)
         monkeypatch.setattr(slots, name, lambda *a, name=name, run=program: calls.append(name) or run(*a))
     put, get = jax.device_put, jax.device_get
@@ -294,3 +294,16 @@ def test_matrices_are_kept_in_the_precision_of_the_arithmetic(engine):
         else [parameter for parameter in state.parameters() if parameter.ndim > 1]
     )
     assert {str(array.dtype).removeprefix("torch.") for array in matrices} == {"bfloat16"}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("engine", ["jax"], indirect=True)
+def test_after_the_warm_up_no_request_compiles_anything(reader, checkpoint, caplog):
+    import jax
+
+    batch = Batch(make_slots("jax", reader, 3), CONTEXT, Bytes(), checkpoint)
+    batch.warm_up()
+    assert (batch.load.running, batch.load.waiting) == (0, 0)
+    with jax.log_compiles():
+        answers(batch, various(8))
+    assert [record.message for record in caplog.records if "Compiling" in record.message] == []

@@ -4,6 +4,7 @@ Unlike in the training engine, each layer's parameters and caches are separate a
 copied for every token, which for GPT-2 on a CPU costs more than the arithmetic.
 """
 
+import contextlib
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -140,14 +141,22 @@ class JaxReader:
     def hidden(self, parameters: ReaderState, ids: Array, start: Any, attentions: list[Attention]) -> Array:
         """The last hidden states [rows, time, width] of ids that follow `start` earlier ones."""
         top, model = parameters.top, self.model
-        x, shared = embed(top, ids, start, model, self.dtype)
-        for layer, (own, attention) in enumerate(zip(parameters.blocks, attentions, strict=True)):
-            x = block(own, x, attention, model, shared, value_embedding(top, ids, layer, model, self.dtype))
-        return norm(top, "norm", x, model)
+        with self._arithmetic():
+            x, shared = embed(top, ids, start, model, self.dtype)
+            for layer, (own, attention) in enumerate(zip(parameters.blocks, attentions, strict=True)):
+                x = block(own, x, attention, model, shared, value_embedding(top, ids, layer, model, self.dtype))
+            return norm(top, "norm", x, model)
 
     def logits(self, parameters: ReaderState, hidden: Array) -> Array:
         """[…, vocabulary] of hidden states […, width], without the vocabulary's padding."""
-        return logits(hidden, parameters.top[self.description.output_table], self.model.softcap)[:, : self.vocab]
+        table = parameters.top[self.description.output_table]
+        with self._arithmetic():
+            return logits(hidden, table, self.model.softcap)[:, : self.vocab]
+
+    def _arithmetic(self) -> contextlib.AbstractContextManager[None]:
+        """fp32 is fp32, where XLA on a GPU would compute matrix products in TF32, whose log-probabilities differ in the
+        third digit."""
+        return jax.default_matmul_precision("highest") if self.precision == "fp32" else contextlib.nullcontext()
 
 
 Reader: type[base.Reader] = JaxReader

@@ -50,7 +50,7 @@ class JaxSlots:
         numbers = self._send(row)
         logits, bias, drawn = self._read_first(state, hidden, last, self._bias, slot, numbers)
         drawn = self._limit(logits, bias, numbers, drawn) if row.limited.any() else drawn
-        self._tokens = self._put(self._tokens, drawn[0], slot)
+        self._tokens = self._keep_first(self._tokens, drawn, slot)
         return self._pending(logits, drawn, top)
 
     def step(self, state: ReaderState, rows: Rows, top: bool) -> "Pending":
@@ -178,6 +178,10 @@ class JaxSlots:
             return ids, values - drawn[2].view(jnp.float32)[:, None]
 
         return jax.jit(top)
+
+    @cached_property
+    def _keep_first(self) -> Any:
+        return jax.jit(lambda tokens, drawn, slot: jax.lax.dynamic_update_slice(tokens, drawn[0], (slot,)))
 
     @cached_property
     def _put(self) -> Any:

@@ -1,7 +1,8 @@
 """Inference by PyTorch on one device: log-probabilities of texts, and generation with a cache. Not compiled."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,6 @@ class TorchReader:
         self.precision = choose_precision(model.precision, self.device)
         self.dtype = DTYPES[self.precision]
         self._param_dtype = accurate(self.dtype)
-        self._autocast = autocast(self.device, self.dtype)
 
     def describe(self) -> dict[str, str]:
         """Device and precision, for the console."""
@@ -84,7 +84,7 @@ class TorchReader:
     @torch.inference_mode()
     def decode(self, state: GPT, ids: NDArray[np.int32], start: Positions, cache: Any) -> LogitsAndCache:
         """The same for ids [rows, time] that follow `start` earlier ones."""
-        with self._autocast:
+        with self._arithmetic():
             hidden = state.extend(self._put(ids), start, cache)[:, -1]
             return self.logits(state, hidden).cpu().numpy(), cache
 
@@ -94,7 +94,7 @@ class TorchReader:
     ) -> tuple[NDArray[np.floating[Any]], NDArray[np.bool_]]:
         """Of windows [rows, time + 1] every token's log-probability, and whether it is the likeliest: [rows, time]."""
         ids = self._put(windows)
-        with self._autocast:
+        with self._arithmetic():
             logprobs, hits = token_logprobs(state(ids[:, :-1]), state.table, ids[:, 1:], self.vocab, state.softcap)
         return logprobs.cpu().numpy(), hits.cpu().numpy()
 
@@ -104,13 +104,27 @@ class TorchReader:
 
     def hidden(self, state: GPT, ids: Tensor, positions: Tensor, attention: Callable[[int], Attention]) -> Tensor:
         """The last hidden states [rows, time, width] of ids at positions, with a layer's attention."""
-        with self._autocast:
+        with self._arithmetic():
             return state.hidden(ids, positions, [attention(layer) for layer in range(self.model.layers)])
 
     def logits(self, state: GPT, hidden: Tensor) -> Tensor:
         """[rows, vocabulary] of hidden states [rows, width], without the vocabulary's padding."""
         multiply = product if self.device.type == "cpu" else layers.product
-        return layers.logits(hidden, state.table, state.softcap, multiply)[:, : self.vocab].to(self._param_dtype)
+        with self._arithmetic():
+            scores = layers.logits(hidden, state.table, state.softcap, multiply)
+        return scores[:, : self.vocab].to(self._param_dtype)
+
+    @contextlib.contextmanager
+    def _arithmetic(self) -> Iterator[None]:
+        """fp32 is fp32, though training in this process may have asked for TF32, whose log-probabilities differ in the
+        third digit; autocast in 16 bits."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            with autocast(self.device, self.dtype):
+                yield
+        finally:
+            torch.set_float32_matmul_precision(before)
 
     def _put(self, ids: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(ids)).to(self.device)

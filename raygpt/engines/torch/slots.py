@@ -34,7 +34,7 @@ class TorchSlots:
         self._bias = torch.zeros(count, reader.vocab, device=self.device)
         self._logits = torch.zeros(count, reader.vocab, device=self.device)  # of the last step
         self._drawn = torch.zeros(3, count, dtype=torch.int32, device=self.device)  # of the last step, as _packed
-        self._graphs: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()  # of loaded checkpoints
+        self._graphs: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()  # by checkpoint
 
     @torch.inference_mode()
     def read(self, state: GPT, slot: int, ids: NDArray[np.int32], start: int) -> Tensor:
@@ -67,7 +67,7 @@ class TorchSlots:
 
     @torch.inference_mode()
     def step(self, state: GPT, rows: Rows, top: bool) -> "Pending":
-        self._numbers.copy_(self._put(rows.packed()))
+        self._numbers.copy_(torch.from_numpy(rows.packed()), non_blocking=True)
         self._repeat(state, lambda: self._draw(state))
         if rows.limited.any():
             self._repeat(self, self._limit)
@@ -173,7 +173,7 @@ def _captured(compute: Callable[[], None]) -> Callable[[], None]:
         compute()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another thread may be loading a checkpoint
         compute()
     return graph.replay
 
