@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from raygpt.config import Recipe
 from raygpt.engines import muon
 from raygpt.engines.jax.devices import DTYPES
-from raygpt.engines.jax.muon import Matrices
+from raygpt.engines.jax.matrices import Matrices
 from raygpt.models import Description, Parameter
 
 Array = jax.Array
