@@ -22,8 +22,7 @@ test-all: test
 WITHOUT_RAY := $(addprefix tests/,engines evaluation inference models planning show sweep $(addsuffix .py,test_bench \
 	test_extending chaos/test_boundaries chaos/test_trust corpus/test_fetching corpus/test_hugging_face \
 	corpus/test_lanes corpus/test_order corpus/test_tokenizers interop/test_tokenizer_json serving/test_batching \
-	serving/test_http serving/test_scratchpad training/test_loop training/test_loop_saving training/test_loop_stopping \
-	training/test_tracking training/test_watchdog))
+	training/test_loop training/test_loop_saving training/test_loop_stopping training/test_tracking))
 test-without-ray:
 	$(BIN)/python -m pytest -m '$(CASES)' $(WITHOUT_RAY)
 
