@@ -1,5 +1,7 @@
 """The exception whose message users read, and other exceptions in one line."""
 
+NOT_RETRIED = 78  # exit status for schedulers, EX_CONFIG of sysexits.h: a person has to change something first
+
 
 class RaygptError(Exception):
     """An error that the user can fix. Its text is one line: what is wrong, where, and what to do about it.

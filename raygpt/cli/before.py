@@ -43,28 +43,41 @@ def plan(
 ) -> None:
     """Say before a run whether it fits, how long it takes, what it costs, and which loss to expect; of a key with
     several values, what a sweep will take."""
-    from raygpt.planning.compiler import ask_compiler
-    from raygpt.planning.forecast import forecast
-    from raygpt.planning.search import fastest, helpful_changes
     from raygpt.planning.target import parse_target
-    from raygpt.recipes import load_recipe
-    from raygpt.show import console, planning
     from raygpt.sweep.values import divide
 
     target = parse_target(on, peak, memory, bandwidth)
     axes, single = divide(overrides or [])
-    if axes:
-        if compile_ or find or svg:
-            raise RaygptError(
-                "--compile, --find and --svg: are for one run; leave them out, or give each key one value"
-            )
+    if not axes:
+        _plan_run(recipe, single, target, price, compile_, out if find else None, svg, as_json)
+    elif compile_ or find or svg:
+        raise RaygptError("--compile, --find and --svg: are for one run; leave them out, or give each key one value")
+    else:
         _plan_sweep(recipe, axes, single, target, price, as_json)
-        return
-    loaded = load_recipe(recipe, overrides or [], console.note)
+
+
+def _plan_run(
+    recipe: str,
+    overrides: list[str],
+    target: "Target",
+    price: float | None,
+    compile_: bool,
+    found_file: str | None,
+    svg: str | None,
+    as_json: bool,
+) -> None:
+    """With `found_file`, search for the fastest, and write it there."""
+    from raygpt.planning.compiler import ask_compiler
+    from raygpt.planning.forecast import forecast
+    from raygpt.planning.search import fastest, helpful_changes
+    from raygpt.recipes import load_recipe
+    from raygpt.show import console, planning
+
+    loaded = load_recipe(recipe, overrides, console.note)
     found = forecast(loaded, target)
-    if find:
+    if found_file:
         best = fastest(found.recipe, target, found.corpus)
-        file = best.write(out.replace("NAME", str(loaded.run.name)))
+        file = best.write(found_file.replace("NAME", str(loaded.run.name)))
         found = best.forecast
     changes = helpful_changes(found)
     answer = ask_compiler(found) if compile_ else None
@@ -76,12 +89,12 @@ def plan(
             {
                 **found.as_dict(price),
                 "changes": others,
-                **({"written": file} if find else {}),
+                **({"written": file} if found_file else {}),
                 **({"compiled": answer.as_dict()} if answer else {}),
             }
         )
         return
-    if find:
+    if found_file:
         planning.show_found(best, file)
     planning.show_forecast(found, price, changes)
     if answer:
@@ -91,7 +104,6 @@ def plan(
 def _plan_sweep(
     recipe: str, axes: list["Axis"], overrides: list[str], target: "Target", price: float | None, as_json: bool
 ) -> None:
-    from raygpt.corpus.order import window_count
     from raygpt.planning.corpus import look_up
     from raygpt.show import console
     from raygpt.show import sweep as shown
@@ -100,8 +112,7 @@ def _plan_sweep(
     base = grid.base_of(recipe, overrides, "sweep", console.note)
     grid.check_values(recipe, overrides, axes)
     corpus = look_up(base.data, base.run.storage)
-    tokens = corpus.train_tokens or 10**12  # as the plan of a run does
-    planned = grid.plan_sweep(recipe, overrides, axes, lambda context: window_count(tokens, context), False)
+    planned = grid.plan_sweep(recipe, overrides, axes, corpus.windows, False)
     seconds = forecast.sweep_seconds(planned, forecast.forecasts(planned, target, corpus), 1)
     cost = None if price is None else price * target.count * seconds / 3600
     if as_json:

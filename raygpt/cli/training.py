@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from raygpt.cli.app import UNKNOWN_AS_KEYS, Json, OnCluster, app, print_json
-from raygpt.errors import RaygptError, StoppedError, TransientError
+from raygpt.errors import NOT_RETRIED, RaygptError, StoppedError, TransientError
 
 if TYPE_CHECKING:
     from raygpt.jobs import Job, JobServer
-
-NOT_RETRIED = 78  # EX_CONFIG of sysexits.h: a person has to change something first
 
 
 @app.command(context_settings=UNKNOWN_AS_KEYS)

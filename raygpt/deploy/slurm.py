@@ -1,29 +1,15 @@
 """A batch script for slurm: starts Ray on the allocation, trains, and is requeued before its time is over."""
 
 from raygpt.deploy.deployment import Deployment
+from raygpt.errors import NOT_RETRIED
 
 SAVE_S = 120  # before the end of its time the job is asked to save
 
 
 def script(deployment: Deployment) -> str:
     """The file for `sbatch`."""
-    nodes = _nodes(deployment)
-    gpus = f"#SBATCH --gpus-per-node={deployment.options.gpus_per_node}\n" if deployment.accelerator == "gpu" else ""
     return f"""\
-#!/bin/bash
-# The run {deployment.recipe.run.name}, made by raygpt deploy: `sbatch` of this file starts it, or goes on with it.
-#SBATCH --job-name={deployment.name}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1
-{gpus}#SBATCH --cpus-per-task={deployment.cpus_per_pod}
-#SBATCH --time={deployment.options.time}
-#SBATCH --output=%x-%j.log
-# A job that is requeued, by slurm after a lost node or by itself below, adds to its log.
-#SBATCH --requeue
-#SBATCH --open-mode=append
-# {SAVE_S} s before its time is over the script gets USR1, saves, and requeues itself.
-#SBATCH --signal=B:USR1@{SAVE_S}
-set -u
+{_directives(deployment)}set -u
 
 # Put here what brings raygpt into PATH, e.g.: source ~/venv/bin/activate
 for program in raygpt ray; do
@@ -71,13 +57,33 @@ while kill -0 "$driver" 2>/dev/null; do  # a signal ends `wait` before the drive
   status=$?
 done
 rm -r "$folder"
-if [ "$status" -eq 78 ]; then
+if [ "$status" -eq {NOT_RETRIED} ]; then
   echo "not requeued: the error above would come again"
 elif [ -n "$signalled" ] && [ "$status" -ne 0 ]; then
   echo "asked to save by slurm: requeued, and goes on from its checkpoint"
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"
+"""
+
+
+def _directives(deployment: Deployment) -> str:
+    """The lines that `sbatch` reads."""
+    gpus = f"#SBATCH --gpus-per-node={deployment.options.gpus_per_node}\n" if deployment.accelerator == "gpu" else ""
+    return f"""\
+#!/bin/bash
+# The run {deployment.recipe.run.name}, made by raygpt deploy: `sbatch` of this file starts it, or goes on with it.
+#SBATCH --job-name={deployment.name}
+#SBATCH --nodes={_nodes(deployment)}
+#SBATCH --ntasks-per-node=1
+{gpus}#SBATCH --cpus-per-task={deployment.cpus_per_pod}
+#SBATCH --time={deployment.options.time}
+#SBATCH --output=%x-%j.log
+# A job that is requeued, by slurm after a lost node or by itself below, adds to its log.
+#SBATCH --requeue
+#SBATCH --open-mode=append
+# {SAVE_S} s before its time is over the script gets USR1, saves, and requeues itself.
+#SBATCH --signal=B:USR1@{SAVE_S}
 """
 
 

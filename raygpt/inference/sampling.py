@@ -79,11 +79,10 @@ def stream(
 ) -> Iterator[NDArray[np.int32]]:
     """Continue prompts [rows, time] up to the context, yielding one id per row; computed lazily."""
     rows = rows_of(len(prompt), temperature, top_k, top_p, seed)
+    pick = draw_limited if rows.limited.any() else draw
     logits, cache = model.prefill(state, prompt)
     for place in range(prompt.shape[1], model.context + 1):
-        drawn = (draw_limited if rows.limited.any() else draw)(np.asarray(logits, np.float32), 0, rows, np).astype(
-            np.int32
-        )
+        drawn = pick(np.asarray(logits, np.float32), 0, rows, np).astype(np.int32)
         yield drawn
         rows = rows._replace(counts=rows.counts + 1)
         if place < model.context:

@@ -7,6 +7,7 @@ from raygpt import storage
 from raygpt.config import Data
 from raygpt.corpus.index import INDEX, Index
 from raygpt.corpus.mixture import is_prepared, open_prepared
+from raygpt.corpus.order import window_count
 from raygpt.corpus.sources import is_path, resolve
 from raygpt.corpus.store import STORES
 from raygpt.errors import RaygptError
@@ -25,6 +26,10 @@ class Corpus:
     train_tokens: int | None  # None: unknown
     val_tokens: int | None
     assumed: tuple[str, ...] = ()
+
+    def windows(self, context: int) -> int:
+        """How many windows it has to train on; more than any run takes where that is unknown."""
+        return window_count(self.train_tokens or 10**12, context)
 
 
 def look_up(data: Data, home: str) -> Corpus:

@@ -5,7 +5,6 @@ from functools import cached_property
 from typing import Any
 
 from raygpt.config import Recipe
-from raygpt.corpus.order import window_count
 from raygpt.engines.base import Devices
 from raygpt.engines.padding import padded_vocab
 from raygpt.errors import RaygptError
@@ -162,4 +161,4 @@ def _split(recipe: Recipe, vocab: int, devices: Devices) -> tuple[Split, bool]:
 def _with_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
     if corpus.train_tokens is None and (key := recipe.training.in_epochs):
         raise RaygptError(f"{key}: its corpus is not prepared, so its length is unknown; write training.steps=N")
-    return in_steps(recipe, window_count(corpus.train_tokens or 10**12, recipe.model.context))
+    return in_steps(recipe, corpus.windows(recipe.model.context))

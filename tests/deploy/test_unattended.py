@@ -108,6 +108,7 @@ def test_a_restarted_job_waits_until_its_nodes_have_joined(monkeypatch):
             return "2 × 1 CPU"
 
     monkeypatch.setattr(unattended, "POLL_S", 0)
+    monkeypatch.setattr(unattended, "has_autoscaler", lambda: False)
     said, polled = [], []
     unattended.wait_for_nodes(Workers(), said.append, lambda: polled.append(1))
     assert said == [f"waiting for nodes: the cluster has room for {room} of 2 × 1 CPU" for room in (0, 1)]

@@ -30,13 +30,7 @@ from raygpt.models import describe
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
 from raygpt.testing.session import LocalSession
-from raygpt.training.events import (
-    Resumed,
-    Sampled,
-    Started,
-    StepLogged,
-    Validated,
-)
+from raygpt.training.events import Resumed, Sampled, Started, StepLogged, Validated
 from raygpt.training.loop import Loop
 from raygpt.training.task import Task
 

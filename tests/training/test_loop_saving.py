@@ -15,16 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_loop import (  # noqa: F401
-    FakeEngine,
-    jax_engine,
-    make_engine,
-    make_task,
-    of,
-    run,
-    steps_of,
-    texts_of,
-)
+from small_loop import FakeEngine, jax_engine, make_engine, make_task, of, run, steps_of, texts_of  # noqa: F401
 
 from raygpt import storage
 from raygpt.corpus import tokenizers
@@ -32,13 +23,7 @@ from raygpt.errors import RaygptError, StorageError
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
 from raygpt.testing.session import LocalSession
-from raygpt.training.events import (
-    CheckpointSaved,
-    Finished,
-    Resumed,
-    StepLogged,
-    Warned,
-)
+from raygpt.training.events import CheckpointSaved, Finished, Resumed, StepLogged, Warned
 from raygpt.training.loop import Loop
 from raygpt.training.saving import Saving
 

@@ -7,26 +7,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from small_loop import (  # noqa: F401
-    FakeEngine,
-    kinds,
-    make_task,
-    of,
-    run,
-    steps_of,
-    texts_of,
-)
+from small_loop import FakeEngine, kinds, make_task, of, run, steps_of, texts_of  # noqa: F401
 
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
 from raygpt.testing.session import LocalSession
-from raygpt.training.events import (
-    CheckpointSaved,
-    Finished,
-    Stopped,
-    Warned,
-)
+from raygpt.training.events import CheckpointSaved, Finished, Stopped, Warned
 from raygpt.training.loop import Loop
 from raygpt.training.session import Orders
 

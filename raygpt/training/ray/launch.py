@@ -24,7 +24,7 @@ from raygpt.training.ray import runtime_env
 from raygpt.training.ray.backend import backend_for
 from raygpt.training.ray.mailbox import open_mailbox
 from raygpt.training.ray.memory import request_memory, reserved
-from raygpt.training.ray.scaling import choose_workers, ensure_room, ensure_shared, has_autoscaler, local_cpus
+from raygpt.training.ray.scaling import choose_workers, ensure_room, ensure_shared, local_cpus
 from raygpt.training.ray.trainer import Trainer, fit
 from raygpt.training.ray.unattended import wait_for_nodes
 from raygpt.training.ray.worker import work
@@ -58,7 +58,7 @@ def prepare_run(
     workers = choose_workers(recipe.cluster, recipe.engine)
     # Before the corpus is prepared, which may take hours, and its vocabulary is known
     least = request_memory(workers, recipe, SMALLEST_VOCAB)
-    if say_waiting and not has_autoscaler():  # which adds nodes only when Ray Train asks for them
+    if say_waiting:
         wait_for_nodes(least, say_waiting, lambda: None)
     ensure_room(least)
     ensure_shared(prepared.run_folder_of(recipe))
@@ -124,7 +124,7 @@ def train(
                 backend=backend_for(run.recipe.engine, workers.accelerator),
                 hang_after=run.recipe.training.hang_after,
             )
-            if unattended and not has_autoscaler():
+            if unattended:
                 wait_for_nodes(workers, lambda text: driver.show(Waiting(text)), look)
             driver.error = fit(trainer, driver.add, look)
     checkpoint = checkpoints.find_newest(folder)

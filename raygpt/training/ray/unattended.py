@@ -3,14 +3,19 @@
 import time
 from collections.abc import Callable
 
-from raygpt.training.ray.scaling import Workers
+from raygpt.training.ray.scaling import Workers, has_autoscaler
 
 JOIN_S = 1800.0  # a machine starts and pulls an image of several GB in less; then the job fails, and may be retried
 POLL_S = 1.0
 
 
 def wait_for_nodes(workers: Workers, say: Callable[[str], None], poll: Callable[[], None]) -> None:
-    """Return when the cluster has room for the workers, or after half an hour without: `ensure_room` decides then."""
+    """Return when the cluster has room for the workers, or after half an hour without: `ensure_room` decides then.
+
+    On a cluster that grows by itself at once: it adds nodes only when Ray Train asks for them.
+    """
+    if has_autoscaler():
+        return
     deadline = time.monotonic() + JOIN_S
     said = -1
     while (room := workers.room()) < workers.cluster.min_workers and time.monotonic() < deadline:
