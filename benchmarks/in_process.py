@@ -1,13 +1,20 @@
 """Trains a run in this process, on the devices that it finds: for machines without Ray."""
 
+import contextlib
+import fcntl
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
 
 from raygpt import storage
 from raygpt.config import Recipe
 from raygpt.corpus import tokenizers
 from raygpt.engines import engine_of
+from raygpt.engines.base import Engine
 from raygpt.errors import RaygptError
 from raygpt.planning.split import split_batch
 from raygpt.runs import RECIPE
@@ -24,8 +31,19 @@ class TimedSession(LocalSession):
         super().record(replace(metrics, time=time.time()))
 
 
-def train(recipe: Recipe, watch: Callable[[Event], None], until: int | None) -> RaygptError | None:
-    """Train, or go on, to a step or to the end. Returns the error, if any."""
+@contextlib.contextmanager
+def timed_alone() -> Iterator[None]:
+    """While no other process of a benchmark is timed: others may compile meanwhile."""
+    with (Path(tempfile.gettempdir()) / "raygpt-benchmark.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def train(recipe: Recipe, watch: Callable[[Event], None], until: int | None, alone: bool = False) -> RaygptError | None:
+    """Train, or go on, to a step or to the end. Returns the error, if any.
+
+    `alone`: processes that do so take turns; the step is compiled before, while another one trains.
+    """
     run = prepared.prepare_run(recipe, lambda progress: None, False, spare_cpus=lambda: 0)
     folder = run.plan.run_folder
     storage.write_bytes(storage.join(folder, RECIPE), run.original.to_yaml().encode())
@@ -34,10 +52,20 @@ def train(recipe: Recipe, watch: Callable[[Event], None], until: int | None) -> 
     module.set_up(run.recipe)
     split = split_batch(run.recipe, run.plan.vocab, module.find_devices(run.recipe))
     engine, session = module.Engine(run.recipe, run.plan.vocab, accumulation=split.accumulation), TimedSession()
+    if alone:
+        _compile(engine, run.plan.rows, run.plan.context)
     try:
-        Loop(run.task(None, until), engine, session).run()
+        with timed_alone() if alone else contextlib.nullcontext():
+            Loop(run.task(None, until), engine, session).run()
     except RaygptError as error:
         return error
     for event in session.events:
         watch(event)
     return None
+
+
+def _compile(engine: Engine, rows: int, context: int) -> None:
+    windows = np.zeros((rows, context + 1), np.int32)
+    state, metrics = engine.step(engine.start(), engine.put(windows))
+    engine.read(metrics)
+    engine.window_losses(state, windows[: engine.micro_rows])

@@ -13,7 +13,6 @@ engine's `fit` cases: GPUs of one kind differ by 5 %.
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import statistics
@@ -29,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import record
+from in_process import timed_alone
 from rich.console import Console
 from rich.table import Table
 
@@ -43,7 +43,6 @@ VOCAB = 50257
 ROUNDS, ROUND_STEPS, WARM_UP = 4, 5, 4
 BEYOND = 1.04  # of the memory: what such a batch needs at least, by the plan
 ONE = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1}
-LOCK = "/tmp/raygpt-benchmark-plan.lock"
 
 
 @dataclass(frozen=True)
@@ -240,14 +239,6 @@ def measured(number: int, rows: int, cpu: bool) -> dict[str, Any]:
         "compile_s": round(compile_s, 1),
         "about": engine.describe(),
     }
-
-
-@contextlib.contextmanager
-def timed_alone() -> Iterator[None]:
-    """While no other process is timed."""
-    with Path(LOCK).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 # The plan of a case

@@ -4,14 +4,21 @@
         --variant "no gates: model.head_gates=false" --variant "no gains: model.norm_gain=false"
 
 The recipe itself comes first, then each variant: a name, a colon, and what it changes (`--bare` leaves the recipe
-itself out). Every one is trained to its end by the loop that `raygpt train` runs on each worker; validation losses are
-those at its end, milliseconds those between logged steps. With `--name` all of it goes into results/NAME.json, after
-each variant: what came before an interruption is kept.
+itself out). Every run is a process of its own, trained to its end by the loop that `raygpt train` runs on each worker.
+`--jobs` of them compile beside each other, but one at a time trains. Validation losses are those at the end,
+milliseconds those between logged steps. With `--name` all of it goes into results/NAME.json, after each run: what came
+before an interruption is kept.
 """
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean, median
 from typing import Any
 
@@ -33,24 +40,55 @@ def main() -> None:
     parser.add_argument("--variant", action="append", default=[], metavar="NAME: KEY=VALUE …")
     parser.add_argument("--bare", action="store_true", help="without the recipe itself")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337])
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile beside each other")
     parser.add_argument("--name", help="of the results file; none is written without it")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # what one process trains
     arguments = parser.parse_intermixed_args()
+    if arguments.one:
+        print(json.dumps(one_run(arguments.recipe, arguments.overrides)))
+        return
     variants = {} if arguments.bare else {arguments.recipe: []}
     for text in arguments.variant:
         name, _, words = text.partition(":")
         variants[name] = words.split()
+    Console(width=120).print(_table(all_runs(variants, arguments)))
+
+
+def all_runs(variants: dict[str, list[str]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures of each variant. Seeds come one after another, so that an interruption leaves whole ones."""
     figures: dict[str, Any] = {}
-    for name, words in variants.items():
-        figures[name] = trained(arguments.recipe, [*arguments.overrides, *words], arguments.seeds)
-        print(name, *_row(figures[name]), flush=True)
-        if arguments.name:
-            record.save(arguments.name, figures)
-    Console(width=120).print(_table(figures))
+    writing = threading.Lock()
+
+    def one(name: str, seed: int) -> None:
+        words = [*arguments.overrides, *variants[name], f"training.seed={seed}"]
+        run = in_a_process([arguments.recipe, *words])
+        with writing:
+            runs = figures.get(name, {}).get("runs", {}) | ({f"seed {seed}": run} if run else {})
+            if runs:
+                figures[name] = together(variants[name], runs)
+                print(name, *_row(figures[name]), flush=True)
+            if figures and arguments.name:
+                record.save(arguments.name, figures)
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        list(pool.map(lambda each: one(*each), [(name, seed) for seed in arguments.seeds for name in variants]))
+    return figures
 
 
-def trained(recipe: str, words: list[str], seeds: list[int]) -> dict[str, Any]:
+def in_a_process(words: list[str]) -> dict[str, Any] | None:
+    """The figures of one run; what it says is shown if it fails."""
+    command = [sys.executable, __file__, *words, "--one"]
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes share the GPU
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        print(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}", flush=True)
+        return None
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def together(words: list[str], runs: dict[str, Any]) -> dict[str, Any]:
     """The figures of one variant, over its seeds."""
-    runs = {seed: one_run(recipe, [*words, f"training.seed={seed}"]) for seed in seeds}
     losses = [list(run["val_losses"].values())[-1] for run in runs.values()]
     return {
         "overrides": words,
@@ -58,7 +96,7 @@ def trained(recipe: str, words: list[str], seeds: list[int]) -> dict[str, Any]:
         "val_losses": losses,
         "tokens": next(iter(runs.values()))["tokens"],
         "ms": median(ms for run in runs.values() for ms in run["round_ms"]),
-        "runs": {f"seed {seed}": run for seed, run in runs.items()},
+        "runs": runs,
     }
 
 
@@ -69,7 +107,7 @@ def one_run(recipe: str, words: list[str]) -> dict[str, Any]:
         asked = load_recipe(recipe, [*words, f"run.storage={folder}", "run.name=variant"])
         began = time.time()
         run = prepared.prepare_run(asked, lambda progress: None, False, spare_cpus=lambda: 0)
-        if error := in_process.train(asked, events.append, None):
+        if error := in_process.train(asked, events.append, None, alone=True):
             raise error
     found = measured(events, run, began)
     return {**found, "tokens": run.plan.rows * run.plan.context * run.plan.steps}

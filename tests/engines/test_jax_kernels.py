@@ -12,7 +12,9 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 
-from raygpt.engines.jax.kernels import resident_loss  # noqa: E402
+from raygpt.config import Model  # noqa: E402
+from raygpt.engines.jax import layers  # noqa: E402
+from raygpt.engines.jax.kernels import norm_rotate, resident_loss  # noqa: E402
 from raygpt.engines.jax.kernels.add_norm import add_norm, add_norm_plain  # noqa: E402
 from raygpt.engines.jax.kernels.bias_gelu import bias_gelu, bias_gelu_plain  # noqa: E402
 from raygpt.engines.jax.kernels.cross_entropy import (  # noqa: E402
@@ -151,6 +153,40 @@ def test_a_jax_that_does_not_compile_it_gets_the_other(monkeypatch):
     monkeypatch.delattr(resident_loss.mosaic, "kernel")
     jax.clear_caches()  # of what was traced with it
     assert not resident_loss.compiles.__wrapped__()
+
+
+def qk_normed(head=64, **settings):
+    settings = {"norm": "rms", "position": "rope", "qk_norm": True, "bias": False, "context": 64, **settings}
+    return Model(heads=2, width=2 * head, **settings)
+
+
+@pytest.mark.parametrize(("head", "with_gain"), [(64, True), *also((128, False), (128, True))])
+def test_queries_normed_and_rotated_at_once_are_the_same(head, with_gain, monkeypatch):
+    params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params", reason="JAX's own way to interpret it")
+    monkeypatch.setattr(norm_rotate, "FEWEST_PROGRAMS", 2)  # so that a program has several tiles
+    model = qk_normed(head)
+    rotation = layers.rotation(model, jnp.arange(64), BF16)
+    cos, sin = (angles[:, 0] for angles in rotation)
+    x, d_rotated = draw(0, 2, 64, 2, head, dtype=BF16), draw(1, 2, 64, 2, head, dtype=BF16)
+    gain = 1 + 0.3 * draw(2, head) if with_gain else None
+
+    def fused(x, gain):
+        return norm_rotate.norm_rotate(x, cos, sin, gain, model.norm_epsilon, params.InterpretGPUParams())
+
+    def plain(x, gain):
+        return layers.norm_and_rotate({} if gain is None else {"q.gain": gain}, "q", x, model, rotation)
+
+    assert_twins(fused, plain, (x, gain), d_rotated, NOISE[BF16])
+
+
+def test_they_are_for_hopper_in_16_bits_and_models_that_do_both():
+    hopper, ampere = (SimpleNamespace(platform="gpu", compute_capability=version) for version in ("9.0", "8.0"))
+    assert norm_rotate.can_run(hopper, BF16, 64, qk_normed())
+    assert not norm_rotate.can_run(ampere, BF16, 64, qk_normed())
+    assert not norm_rotate.can_run(hopper, F32, 64, qk_normed())
+    assert not norm_rotate.can_run(hopper, BF16, 48, qk_normed())
+    for other in ({"norm": "layer"}, {"qk_norm": False}, {"head": 32}):
+        assert not norm_rotate.can_run(hopper, BF16, 64, qk_normed(**other))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

@@ -18,8 +18,19 @@ from raygpt.engines import choices
 from raygpt.engines.chunks import IN_PLACE_LOGITS, chunk_count
 from raygpt.engines.jax.devices import name_of
 from raygpt.engines.jax.embedding import embed, look_up
-from raygpt.engines.jax.kernels import add_norm, bias_gelu, cross_entropy, launch
-from raygpt.engines.jax.layers import Array, Parameters, Shared, block, dropout, norm, rotation
+from raygpt.engines.jax.kernels import add_norm, bias_gelu, cross_entropy, launch, norm_rotate
+from raygpt.engines.jax.layers import (
+    Array,
+    AttentionInputs,
+    Parameters,
+    Rotation,
+    Shared,
+    block,
+    dropout,
+    norm,
+    norm_and_rotate,
+    rotation,
+)
 from raygpt.engines.jax.model import Layers, blocks_of, unstack
 from raygpt.engines.jax.step import Forward, Losses
 from raygpt.models import value_table_of
@@ -87,11 +98,15 @@ def modern_hidden_state(parameters: Parameters, ids: Array, keys: Array | None, 
     """model.GPT's final hidden state of ids [rows, time], as [rows · time, width], of a model without biases."""
     model, layers, dtype = forward.gpt.model, forward.gpt.layers, forward.gpt.dtype
 
-    def by_head(own: Parameters, x: Array) -> tuple[Array, Array, Array]:
+    has_kernel = norm_rotate.can_run(jax.local_devices()[0], dtype, ids.shape[1], model)
+    normalise = _norm_and_rotate_by_kernel if has_kernel else norm_and_rotate
+
+    def by_head(own: Parameters, x: Array, model: Model, rotation: Rotation | None) -> AttentionInputs:
         kernels = [own[f"{name}.kernel"] for name in ("query", "key", "value")]  # [width, heads, head]
         made = project(x, tuple(kernel.reshape(model.width, -1) for kernel in kernels), None)
         query, key, value = (y.reshape(*ids.shape, *k.shape[1:]) for y, k in zip(made, kernels, strict=True))
-        return query, key, value
+        query = normalise(own, "query_norm", query, model, rotation)
+        return query, normalise(own, "key_norm", key, model, rotation), value
 
     found = {name: look_up(parameters[name], ids, dtype) for name in forward.description.token_tables}
     x = found["tokens"]
@@ -112,6 +127,13 @@ def modern_hidden_state(parameters: Parameters, ids: Array, keys: Array | None, 
         value = None if table is None else parameters["value_gains"][table[1]].astype(dtype) * found[table[0]]
         x = compute(x, own, value, layer)
     return norm(parameters, "norm", x, model)
+
+
+def _norm_and_rotate_by_kernel(own: Parameters, name: str, x: Array, model: Model, rotation: Rotation | None) -> Array:
+    """layers.norm_and_rotate for RMSNorm and RoPE at positions that all rows share."""
+    assert rotation is not None
+    cos, sin = (angles[:, 0] for angles in rotation)  # [time, head / 2]
+    return norm_rotate.norm_rotate(x, cos, sin, own.get(f"{name}.gain"), model.norm_epsilon)
 
 
 def gpt2_hidden_state(parameters: Parameters, ids: Array, keys: Array | None, forward: Forward) -> Array:

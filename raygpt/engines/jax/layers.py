@@ -19,6 +19,9 @@ from raygpt.models import value_table_of
 Array = jax.Array
 Parameters = Mapping[str, Array]
 Rotation = tuple[Array, Array]  # cosines and sines [time, 1, head / 2], or with rows before time
+AttentionInputs = tuple[
+    Array, Array, Array
+]  # queries [rows, time, heads, head], keys and values [rows, time, kv_heads, head]
 
 
 class Shared(NamedTuple):
@@ -62,8 +65,8 @@ def _product(x: Array, kernel: Array, bias: Array | None, axes: int = 1) -> Arra
     return y if bias is None else y + bias.astype(x.dtype)
 
 
-def project(parameters: Parameters, x: Array) -> tuple[Array, Array, Array]:
-    """Queries [rows, time, heads, head], keys and values [rows, time, kv_heads, head] of x [rows, time, width].
+def project(parameters: Parameters, x: Array) -> AttentionInputs:
+    """Queries, keys and values of x [rows, time, width], neither normed nor rotated.
 
     One product for those of one shape: their kernels are stacked along a new axis, which no mesh cuts.
     """
@@ -115,6 +118,13 @@ def norm_and_rotate(parameters: Parameters, name: str, x: Array, model: Model, r
     return compute(x, parameters.get(f"{name}.gain"), parameters.get(f"{name}.bias"))
 
 
+def attention_inputs(parameters: Parameters, x: Array, model: Model, rotation: Rotation | None) -> AttentionInputs:
+    """Queries, keys and values of x [rows, time, width], queries and keys normed and rotated, where the model does."""
+    query, key, value = project(parameters, x)
+    query = norm_and_rotate(parameters, "query_norm", query, model, rotation)
+    return query, norm_and_rotate(parameters, "key_norm", key, model, rotation), value
+
+
 def gate_heads(parameters: Parameters, x: Array, heads: Array) -> Array:
     """Heads [rows, time, heads, head], each multiplied by its gate, from 0 to 2, if the model has gates. Without one a
     head always contributes: attention's weights sum to 1."""
@@ -163,19 +173,17 @@ def block(
     value_embedding: Array | None = None,
     keys: Array | None = None,
     layer: Array | int = 0,
-    project: Callable[[Parameters, Array], tuple[Array, Array, Array]] = project,
+    attention_inputs: Callable[[Parameters, Array, Model, Rotation | None], AttentionInputs] = attention_inputs,
 ) -> Array:
     """x + attention(norm(x)), then x + mlp(norm(x)). `keys` [rows] turn dropout on.
 
-    x is [rows, time, width], or [rows · time, width] with a `project` that gives rows and time two axes.
+    x is [rows, time, width], or [rows · time, width] with `attention_inputs` that give rows and time two axes.
     """
     if shared.x0 is not None:
         stay, first = (parameters[f"{name}.gain"].astype(x.dtype) for name in ("residual", "x0"))
         x = stay * x + first * shared.x0
     normed = norm(parameters, "norm1", x, model)
-    query, key, value = project(parameters, normed)
-    query = norm_and_rotate(parameters, "query_norm", query, model, shared.rotation)
-    key = norm_and_rotate(parameters, "key_norm", key, model, shared.rotation)
+    query, key, value = attention_inputs(parameters, normed, model, shared.rotation)
     value = value if value_embedding is None else value + value_embedding.reshape(value.shape)
     heads = gate_heads(parameters, normed, attention(query, key, value))
     mixed = linear(parameters, "out", heads, axes=2).reshape(x.shape)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from raygpt.config import Model
 from raygpt.engines.torch.devices import accurate
+from raygpt.engines.torch.kernels import norm_rotate
 
 SLOPE = 2 * (2 / math.pi) ** 0.5  # GELU is x · logistic(2u), with 2u = x (SLOPE + CURVE x²)
 CURVE = 0.044715 * SLOPE
@@ -53,26 +54,60 @@ def full(parameter: Tensor) -> Tensor:
     return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
-def project(x: Tensor, layers: Sequence[nn.Linear], head: int) -> list[Tensor]:
-    """Queries, keys and values of x [rows, time, width], each [rows, time, its heads, head]."""
-    return [out.unflatten(-1, (-1, head)) for out in _products(x, layers)]
+def attention_inputs(
+    x: Tensor,
+    layers: Sequence[nn.Linear],
+    head: int,
+    norms: tuple[Norm | None, Norm | None],
+    rotation: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of x [rows, time, width], each [rows, time, its heads, head].
+
+    Queries and keys are normed and rotated, where the model does.
+    """
+    joint = _joint_product(x, layers)
+    if joint is not None and rotation is not None and norm_rotate.can_run(joint, rotation, head):
+        query_norm, key_norm = norms
+        if query_norm and key_norm and query_norm.kind == "rms":
+            heads, kv_heads = (len(layer.weight) // head for layer in layers[:2])
+            gains = query_norm.weight, key_norm.weight
+            return norm_rotate.norm_rotate(joint, rotation, gains, heads, kv_heads, query_norm.epsilon)
+    products = _apart(x, layers) if joint is None else _split(joint, layers)
+    query, key, value = (out.unflatten(-1, (-1, head)) for out in products)
+    query, key = (y if norm is None else norm(y) for y, norm in zip((query, key), norms, strict=True))
+    if rotation is not None:
+        query, key = rotate(query, rotation), rotate(key, rotation)
+    return query, key, value
 
 
 def _products(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
-    """What several layers make of one input: by one product, which is faster, where their kernels lie on this device.
+    """What several layers make of one input."""
+    joint = _joint_product(x, layers)
+    return _apart(x, layers) if joint is None else _split(joint, layers)
+
+
+def _joint_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor | None:
+    """By one product, which is faster, where the layers' kernels lie on this device.
 
     Compiled, joining the kernels costs nothing: it is part of the copy that autocast makes of them.
     """
     kernels: list[Tensor] = [layer.weight for layer in layers]
-    if isinstance(kernels[0], DTensor):
-        # One DTensor for all of them: the gradients of x are summed over the processes once, not for each.
-        shared = DTensor.from_local(x, kernels[0].device_mesh, [Replicate()], run_check=False)
-        return [layer(shared) for layer in layers]
-    if not (x.is_cuda or torch.is_grad_enabled()):  # one token at a time on a CPU: joining them would take longer
-        return [layer(x) for layer in layers]
+    # One token at a time on a CPU: joining them would take longer.
+    if isinstance(kernels[0], DTensor) or not (x.is_cuda or torch.is_grad_enabled()):
+        return None
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-    out = F.linear(x, torch.cat(kernels), torch.cat(biases) if biases else None)
-    return out.split([len(kernel) for kernel in kernels], dim=-1)
+    return F.linear(x, torch.cat(kernels), torch.cat(biases) if biases else None)
+
+
+def _split(joint: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
+    return joint.split([len(layer.weight) for layer in layers], dim=-1)
+
+
+def _apart(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
+    if isinstance(layers[0].weight, DTensor):
+        # One DTensor for all of them: the gradients of x are summed over the processes once, not for each.
+        x = DTensor.from_local(x, layers[0].weight.device_mesh, [Replicate()], run_check=False)
+    return [layer(x) for layer in layers]
 
 
 @torch.library.custom_op("raygpt::rotations", mutates_args=())

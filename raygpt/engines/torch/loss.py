@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from raygpt.engines.base import Positions
 from raygpt.engines.chunks import IN_PLACE_LOGITS, chunk_count, chunk_logits
 from raygpt.engines.torch.devices import accurate
-from raygpt.engines.torch.kernels import loss_and_gradient
+from raygpt.engines.torch.kernels.loss import loss_and_gradient
 from raygpt.engines.torch.layers import full, logits, product
 from raygpt.engines.torch.model import GPT
 from raygpt.engines.torch.tensor_parallel import own_time

@@ -14,7 +14,7 @@ from raygpt.engines.padding import padded_vocab
 from raygpt.engines.torch.attention import Attention, Cache, Span, causal
 from raygpt.engines.torch.devices import accurate
 from raygpt.engines.torch.dropout import dropout
-from raygpt.engines.torch.layers import Gain, Norm, full, gate_heads, mlp, project, rotate, rotations
+from raygpt.engines.torch.layers import Gain, Norm, attention_inputs, full, gate_heads, mlp, rotations
 from raygpt.models import Description, describe, value_table_of
 
 
@@ -56,11 +56,8 @@ class Block(nn.Module):
         if self.residual and self.x0 and x0 is not None:
             x = (self.residual.weight * x + self.x0.weight * x0).to(x.dtype)
         normed = self.norm1(x)
-        query, key, value = project(normed, (self.query, self.key, self.value), self.head)
-        if self.query_norm and self.key_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
-        if rotation is not None:
-            query, key = rotate(query, rotation), rotate(key, rotation)
+        layers, norms = (self.query, self.key, self.value), (self.query_norm, self.key_norm)
+        query, key, value = attention_inputs(normed, layers, self.head, norms, rotation)
         if values is not None:
             embedding, gain = values
             value = (value + gain * embedding.view_as(value)).to(value.dtype)
