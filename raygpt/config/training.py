@@ -68,7 +68,7 @@ class Training(Part):
     batch_tokens: Integer = Field(
         4096, gt=0, lt=TOKENS, description="Tokens per step, over all workers; a multiple of model.context."
     )
-    seed: Integer = Field(1337, ge=0, lt=SEEDS, description="Decides first weights, dropout and data order.")
+    seed: Integer = Field(1337, ge=0, lt=SEEDS, description="Decides initial weights, dropout and data order.")
     log_every: Annotated[Integer, May.CHANGE] = Field(10, gt=0, description="Steps between lines of the log.")
     eval_every: Annotated[Every, May.CHANGE] = Field(
         100, description="Steps between validations, or epoch: once per epoch."

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.engines.base import Rows
-from raygpt.engines.drawing import draw, draw_limited, fold_seed
+from raygpt.engines.token_sampling import draw, draw_limited, fold_seed
 from raygpt.errors import RaygptError
 
 Logits = NDArray[np.floating[Any]]

@@ -47,7 +47,7 @@ class Family:
         description = describe(self.widened(model), vocab)
         shapes = description.shapes
         missing = (p for p in description.parameters if p.name not in parameters)
-        constants = {p.name: np.full(shapes[p.name], p.first.size, np.float32) for p in missing}
+        constants = {p.name: np.full(shapes[p.name], p.initial.size, np.float32) for p in missing}
         named = self.to_hugging_face({**parameters, **constants}, description)
         return {name: np.ascontiguousarray(array) for name, array in named.items()}
 

@@ -6,10 +6,10 @@ from functools import cached_property, partial
 from math import prod
 
 from raygpt.config import Model
-from raygpt.models.parameter import FirstValues, Parameter
+from raygpt.models.parameter import InitialValues, Parameter
 
 GATE_INPUTS = 12  # how many numbers of a block's normed input a head's gate is computed from
-ZEROS, ONES = FirstValues("constant", 0.0), FirstValues("constant", 1.0)
+ZEROS, ONES = InitialValues("constant", 0.0), InitialValues("constant", 1.0)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _parameters(model: Model, sizes: Mapping[str, int]) -> Iterator[Parameter]:
         yield _table("positions", "context", model)
     if model.value_embeddings:
         yield from (_table(f"values{n}", "vocabulary", model) for n in range(model.value_embeddings))
-        yield Parameter("value_gains", ("value_layers",), "gain", FirstValues("constant", 0.5))
+        yield Parameter("value_gains", ("value_layers",), "gain", InitialValues("constant", 0.5))
     if model.embedding_norm:
         yield from _norm("embedding_norm", "width", model)
     if model.x0_mixing:
@@ -128,7 +128,7 @@ def value_table_of(model: Model, layer: int) -> tuple[str, int] | None:
 def _table(name: str, axis: str, model: Model) -> Parameter:
     """An embedding: normal 0.02 as in GPT-2; beside Xavier's kernels with a variance of 1 / width, as in Flax."""
     deviation = {"gpt2": 0.02, "xavier": model.width**-0.5, "modern": 1.0}[model.init]
-    return Parameter(name, (axis, "width"), "embedding", FirstValues("normal", deviation))
+    return Parameter(name, (axis, "width"), "embedding", InitialValues("normal", deviation))
 
 
 def _norm(name: str, axis: str, model: Model) -> Iterator[Parameter]:
@@ -156,11 +156,11 @@ def _linear(
         yield Parameter(f"{name}.bias", ("layer", *outward), "bias", ZEROS)
 
 
-def _kernel_values(model: Model, fan_in: int, fan_out: int, to_residual: bool = False) -> FirstValues:
+def _kernel_values(model: Model, fan_in: int, fan_out: int, to_residual: bool = False) -> InitialValues:
     """GPT-2's normal 0.02, smaller for the projections that add to the residual stream; Xavier's uniform; or uniform
     with those projections zero, so that every block begins as the identity."""
     if model.init == "xavier":
-        return FirstValues("uniform", (6 / (fan_in + fan_out)) ** 0.5)
+        return InitialValues("uniform", (6 / (fan_in + fan_out)) ** 0.5)
     if model.init == "modern":
-        return ZEROS if to_residual else FirstValues("uniform", 0.5 * (3 / fan_in) ** 0.5)
-    return FirstValues("normal", 0.02 / (2 * model.layers) ** 0.5 if to_residual else 0.02)
+        return ZEROS if to_residual else InitialValues("uniform", 0.5 * (3 / fan_in) ** 0.5)
+    return InitialValues("normal", 0.02 / (2 * model.layers) ** 0.5 if to_residual else 0.02)

@@ -1,4 +1,4 @@
-"""One parameter of a model: its name, its named axes, what it is for, and how its first values are drawn."""
+"""One parameter of a model: its name, its named axes, what it is for, and how its initial values are drawn."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ MESH_AXES = {"heads": "tensor", "kv_heads": "tensor", "hidden": "tensor", "vocab
 
 
 @dataclass(frozen=True)
-class FirstValues:
+class InitialValues:
     """Values before the first step: a constant, or draws around zero."""
 
     kind: Literal["constant", "uniform", "normal"]
@@ -25,7 +25,7 @@ class Parameter:
     name: str
     axes: tuple[str, ...]  # layer, width, heads, kv_heads, head, hidden, vocabulary, context, …
     role: Role
-    first: FirstValues
+    initial: InitialValues
     fan_in: tuple[str, ...] = ()  # the axes that a product sums over
 
     @property

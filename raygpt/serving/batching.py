@@ -14,7 +14,7 @@ import numpy as np
 
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.engines.base import Drawn, Rows, Slots
-from raygpt.engines.drawing import fold_seed
+from raygpt.engines.token_sampling import fold_seed
 from raygpt.errors import first_line
 from raygpt.inference.generate import Sample, part_of
 from raygpt.serving.texts import Piece, Request, Text

@@ -27,9 +27,9 @@ from raygpt.engines.jax.engine import JaxEngine  # noqa: E402
 from raygpt.engines.jax.layers import dropout  # noqa: E402
 from raygpt.engines.jax.model import GPT, Layers  # noqa: E402
 from raygpt.engines.jax.optimizer import Optimizer  # noqa: E402
-from raygpt.engines.jax.parameters import first_keys, first_values  # noqa: E402
+from raygpt.engines.jax.parameters import initial_keys, initial_values  # noqa: E402
 from raygpt.engines.jax.step import State, make_step  # noqa: E402
-from raygpt.models import describe, draws  # noqa: E402
+from raygpt.models import describe, random_numbers  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
 
 STEPS, ROWS, CONTEXT, VOCAB = 20, 12, 16, 100  # 12 rows in 8 or 24 places: some are padding
@@ -362,7 +362,7 @@ def test_parameters_and_optimizer_of_an_fsdp_run_are_born_in_shares():
     assert len(matrices) == 3 * 8  # two tables and six kernels, and AdamW's two averages of each
     for leaf in matrices:
         assert [shard.data.size for shard in leaf.addressable_shards] == [leaf.size // 8] * 8
-    compiled = jax.jit(engine._initial, out_shardings=engine._shardings).lower(engine._first_keys).compile().as_text()
+    compiled = jax.jit(engine._initial, out_shardings=engine._shardings).lower(engine._initial_keys).compile().as_text()
     for leaf in matrices:
         assert f"f32[{','.join(map(str, leaf.shape))}]" not in compiled, "no device ever holds the whole"
 
@@ -462,7 +462,7 @@ SIZES = {"layers": 8, "heads": 4, "width": 64, "context": 32, "tied_head": False
 def first(model, vocab=VOCAB, seed=0):
     """Parameters before the first step."""
     description = describe(model, vocab)
-    return jax.jit(lambda keys: first_values(description, keys, jnp.float32))(first_keys(description, seed))
+    return jax.jit(lambda keys: initial_values(description, keys, jnp.float32))(initial_keys(description, seed))
 
 
 @cache
@@ -476,12 +476,12 @@ def test_they_are_what_the_description_draws_for_each_index():
     found, description = first(model, 300, seed=7), describe(model, 300)
     for name in ("tokens", "blocks.out.kernel", "head"):
         parameter = description.by_name[name]
-        for layer, key in enumerate(draws.keys(parameter, 7, 3)):
+        for layer, key in enumerate(random_numbers.keys(parameter, 7, 3)):
             shape = description.own_shape(parameter)
             index = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
-            right = draws.draw(parameter.first, index, tuple(key), np)
+            right = random_numbers.draw(parameter.initial, index, tuple(key), np)
             ours = found[name][layer] if parameter.is_stacked else found[name][:300]
-            exact = {"rtol": 0} if parameter.first.kind == "uniform" else {"atol": 1e-7, "rtol": 1e-6}
+            exact = {"rtol": 0} if parameter.initial.kind == "uniform" else {"atol": 1e-7, "rtol": 1e-6}
             np.testing.assert_allclose(ours, right, **exact, err_msg=name)
     assert not found["tokens"][300:].any(), "padding is zero"
 

@@ -98,7 +98,7 @@ def test_a_prompt_and_what_follows_it_are_read_through_the_cache(opened, engine,
 
 
 def losses_of(name, engine, windows, precision, **settings):
-    """Of steps from the first weights on."""
+    """Of steps from the initial weights on."""
     recipe = Recipe(
         engine=engine,
         model=MODELS[name],

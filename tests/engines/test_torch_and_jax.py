@@ -1,4 +1,4 @@
-"""Both engines are one run: the same first weights, losses, gradients and rates; and from one to the other."""
+"""Both engines are one run: the same initial weights, losses, gradients and rates; and from one to the other."""
 
 from functools import cache
 
@@ -55,7 +55,7 @@ def train(engine, state, steps=range(STEPS)):
 
 @pytest.fixture(scope="module", params=MODELS)
 def run(request):
-    """Each engine from its own first weights: those, numbers of every step, and AdamW's averages after the first."""
+    """Each engine from its own initial weights: those, numbers of every step, and AdamW's averages after the first."""
     first, numbers, averages = [], [], []
     for engine in both(request.param):
         state = engine.start()

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the extra torch")
 
 from raygpt.engines.torch.dropout import dropout, dropout_keys  # noqa: E402
-from raygpt.models.draws import mix  # noqa: E402
+from raygpt.models.random_numbers import mix  # noqa: E402
 
 
 def keys(rows, sites=1, seed=0, step=0):

@@ -22,7 +22,7 @@ from raygpt.engines.torch.model import GPT  # noqa: E402
 from raygpt.engines.torch.parameters import OwnLayout  # noqa: E402
 from raygpt.engines.torch.reader import TorchReader  # noqa: E402
 from raygpt.interop.gpt2 import from_hugging_face, to_hugging_face  # noqa: E402
-from raygpt.models import describe, draws  # noqa: E402
+from raygpt.models import describe, random_numbers  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -232,28 +232,28 @@ def by_numpy(name, layer, init, seed=1337):
     description = describe(recipe(init).model, VOCAB)
     parameter = description.by_name[name]
     index = np.arange(np.prod(description.own_shape(parameter)), dtype=np.int32)
-    key = draws.keys(parameter, seed, 8)[layer]
-    return draws.draw(parameter.first, index, key, np).reshape(description.own_shape(parameter))
+    key = random_numbers.keys(parameter, seed, 8)[layer]
+    return random_numbers.draw(parameter.initial, index, key, np).reshape(description.own_shape(parameter))
 
 
 NAMES = [(f"blocks.{part}.kernel", layer) for part in ("query", "key", "out", "up", "down") for layer in (0, 7)]
 
 
 @pytest.mark.parametrize(("name", "layer"), [*NAMES, ("head", 0)])
-def test_uniform_first_values_are_numpys_bit_for_bit(name, layer):
+def test_uniform_initial_values_are_numpys_bit_for_bit(name, layer):
     found = begun("xavier")[name]
     np.testing.assert_array_equal(found if name == "head" else found[layer], by_numpy(name, layer, "xavier"))
 
 
 @pytest.mark.parametrize(("name", "layer"), [*NAMES, ("tokens", 0), ("positions", 0), ("head", 0)])
-def test_normal_first_values_are_numpys_to_a_millionth(name, layer):
+def test_normal_initial_values_are_numpys_to_a_millionth(name, layer):
     found = begun()[name]
     right = by_numpy(name, layer, "gpt2")
     np.testing.assert_allclose(found[layer] if found.ndim > right.ndim else found, right, atol=2e-8, rtol=1e-6)
 
 
 @pytest.mark.parametrize("other", [{"precision": "fp64"}, {"precision": "bf16"}, {"implementation": "huggingface"}])
-def test_first_values_are_the_same_in_every_precision_and_implementation(other):
+def test_initial_values_are_the_same_in_every_precision_and_implementation(other):
     for init in ("gpt2", "xavier"):
         for name, value in begun(init).items():
             np.testing.assert_array_equal(begun(init, **other)[name], value, err_msg=name)

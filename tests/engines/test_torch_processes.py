@@ -291,7 +291,7 @@ def test_two_processes_share_the_rows_and_get_the_numbers_of_one(mesh, two, alon
         assert_same_results(after, alone[1])
 
 
-def test_first_values_are_the_same_on_every_mesh(two):
+def test_initial_values_are_the_same_on_every_mesh(two):
     engine = make_engine()
     right = engine.gather(engine.start()).parameters
     for found in (first for said in two for first in said["first"]):

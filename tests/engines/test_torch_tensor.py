@@ -138,7 +138,7 @@ def test_each_has_whole_heads_and_half_of_what_is_large(two):
         )
 
 
-def test_first_values_weights_and_positions_of_rows_are_those_of_one_process(two, folder):
+def test_initial_values_weights_and_positions_of_rows_are_those_of_one_process(two, folder):
     engine = make_engine()
     first, decoded = (
         engine.gather(engine.start()).parameters,

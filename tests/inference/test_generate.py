@@ -10,7 +10,7 @@ from raygpt.config import Model
 from raygpt.corpus.tokenizers import Bytes, Char
 from raygpt.engines import make_slots
 from raygpt.engines.base import Drawn
-from raygpt.engines.drawing import draw
+from raygpt.engines.token_sampling import draw
 from raygpt.errors import RaygptError
 from raygpt.inference import generate as module
 from raygpt.inference.generate import Sample, SamplingOptions, generate, generate_in_groups

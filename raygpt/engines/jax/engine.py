@@ -22,7 +22,7 @@ from raygpt.engines.jax.fused import choose_kernels, make_fused_losses
 from raygpt.engines.jax.logits import logits
 from raygpt.engines.jax.model import GPT, Layers
 from raygpt.engines.jax.optimizer import Tree, learning_rate, make_optimizer
-from raygpt.engines.jax.parameters import first_keys, first_values, from_plain, to_plain
+from raygpt.engines.jax.parameters import from_plain, initial_keys, initial_values, to_plain
 from raygpt.engines.jax.step import (
     Batch,
     Forward,
@@ -124,14 +124,14 @@ class JaxEngine:
 
     def start(self) -> State:
         """The state before step 0, created sharded: no device ever has more than its shards."""
-        return jax.jit(self._initial, out_shardings=self._shardings)(self._first_keys)
+        return jax.jit(self._initial, out_shardings=self._shardings)(self._initial_keys)
 
     @cached_property
-    def _first_keys(self) -> Any:
-        return first_keys(self._description, self.recipe.training.seed)
+    def _initial_keys(self) -> Any:
+        return initial_keys(self._description, self.recipe.training.seed)
 
     def _initial(self, keys: Any) -> State:
-        parameters = first_values(self._description, keys, self._param_dtype)
+        parameters = initial_values(self._description, keys, self._param_dtype)
         return State(parameters, self._optimizer.init(parameters), *self._counters(0))
 
     def _counters(self, step: int) -> tuple[Any, ...]:
@@ -142,7 +142,7 @@ class JaxEngine:
 
     @cached_property
     def _shapes(self) -> State:
-        return jax.eval_shape(self._initial, self._first_keys)
+        return jax.eval_shape(self._initial, self._initial_keys)
 
     @cached_property
     def _shardings(self) -> State:

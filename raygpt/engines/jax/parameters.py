@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 
 from raygpt.engines.base import Arrays
 from raygpt.engines.padding import padded_vocab
-from raygpt.models import Description, Parameter, draws
+from raygpt.models import Description, Parameter, random_numbers
 
 Array = jax.Array
 Keys = Mapping[str, NDArray[np.int32]]
 
 
-def first_keys(description: Description, seed: int) -> Keys:
+def initial_keys(description: Description, seed: int) -> Keys:
     """The keys of every drawn parameter: [layers, 2]. Arguments of the compiled program, which serves any seed."""
-    drawn = [parameter for parameter in description.parameters if parameter.first.kind != "constant"]
-    return {parameter.name: draws.keys(parameter, seed, description.sizes["layer"]) for parameter in drawn}
+    drawn = [parameter for parameter in description.parameters if parameter.initial.kind != "constant"]
+    return {parameter.name: random_numbers.keys(parameter, seed, description.sizes["layer"]) for parameter in drawn}
 
 
-def first_values(description: Description, keys: Mapping[str, Array], dtype: Any) -> dict[str, Array]:
+def initial_values(description: Description, keys: Mapping[str, Array], dtype: Any) -> dict[str, Array]:
     """All parameters before step 0; under jit with shardings every device draws its own shards."""
     return {p.name: _first(p, description, keys.get(p.name)).astype(dtype) for p in description.parameters}
 
@@ -31,13 +31,13 @@ def first_values(description: Description, keys: Mapping[str, Array], dtype: Any
 def _first(parameter: Parameter, description: Description, keys: Array | None) -> Array:
     shape = padded_shape(parameter, description)
     if keys is None:
-        return jnp.full(shape, parameter.first.size)
+        return jnp.full(shape, parameter.initial.size)
     own = shape[1:] if parameter.is_stacked else shape
     place = [jax.lax.broadcasted_iota(jnp.int32, own, axis) for axis in range(len(own))]
     index = sum(along * prod(own[axis + 1 :]) for axis, along in enumerate(place))
     of_layer = keys.reshape(-1, 2, *[1] * len(own)) if parameter.is_stacked else keys[0]
     key = (of_layer[:, 0], of_layer[:, 1]) if parameter.is_stacked else (of_layer[0], of_layer[1])
-    values = draws.draw(parameter.first, index, key, jnp)
+    values = random_numbers.draw(parameter.initial, index, key, jnp)
     if "vocabulary" not in parameter.axes:
         return values
     return jnp.where(place[parameter.own_axes.index("vocabulary")] < description.sizes["vocabulary"], values, 0)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from raygpt.engines import base, drawing
+from raygpt.engines import base, token_sampling
 from raygpt.engines.base import ALTERNATIVES, Drawn, Rows
 from raygpt.engines.jax.attention import Attention, Cache
 from raygpt.engines.jax.layers import Array
@@ -90,7 +90,7 @@ class JaxSlots:
             rows = Rows.unpacked(numbers, jnp.float32)
             hidden, new = self._hidden(state, tokens[:, None], rows.positions, caches)
             logits = self._exact(state, hidden[:, 0])
-            return logits, new, _packed(logits, drawing.draw(logits, bias, rows, jnp))
+            return logits, new, _packed(logits, token_sampling.draw(logits, bias, rows, jnp))
 
         return jax.jit(read)
 
@@ -149,7 +149,7 @@ class JaxSlots:
         ) -> tuple[Array, Array, Array]:
             one = lambda array, row: jax.lax.dynamic_slice_in_dim(array, row, 1)  # noqa: E731
             logits, own = self._exact(state, one(hidden, last)), one(bias, slot)
-            drawn = drawing.draw(logits, own, Rows.unpacked(numbers, jnp.float32), jnp)
+            drawn = token_sampling.draw(logits, own, Rows.unpacked(numbers, jnp.float32), jnp)
             return logits, own, _packed(logits, drawn)
 
         return jax.jit(read)
@@ -158,7 +158,7 @@ class JaxSlots:
     def _limit(self) -> Any:
         def limit(logits: Array, bias: Array, numbers: Array, drawn: Array) -> Array:
             rows = Rows.unpacked(numbers, jnp.float32)
-            again = drawing.draw_limited(logits, bias, rows, jnp, jax.lax.fori_loop)
+            again = token_sampling.draw_limited(logits, bias, rows, jnp, jax.lax.fori_loop)
             return jnp.where(rows.limited, _packed(logits, again, drawn[2].view(jnp.float32)), drawn)
 
         return jax.jit(limit)

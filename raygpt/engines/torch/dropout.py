@@ -7,7 +7,7 @@ bits are a hash of its row's key and its position in the row, so any process tha
 import torch
 from torch import Tensor
 
-from raygpt.models.draws import mix
+from raygpt.models.random_numbers import mix
 
 START = (0x243F6A88, 0x13198A2E)  # digits of pi: zero would stay zero
 

@@ -120,7 +120,7 @@ class TorchEngine:
     def start(self) -> State:
         """The state before step 0."""
         state = self._blank()
-        self._fill(state, PARAMETERS, self._layout.first_values(self.recipe.training.seed, self.device))
+        self._fill(state, PARAMETERS, self._layout.initial_values(self.recipe.training.seed, self.device))
         return self._joined(state)
 
     def load(self, weights: Weights) -> State:

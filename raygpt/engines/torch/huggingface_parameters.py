@@ -32,7 +32,7 @@ class HuggingFaceLayout:
             return "embedding"
         return "head" if name == gpt2.TOP["head"] else "matrix"
 
-    def first_values(self, seed: int, device: torch.device) -> Values:
+    def initial_values(self, seed: int, device: torch.device) -> Values:
         """The numbers that raygpt's own model begins with."""
         return self.values(draw_all(seed, self._description, device))
 

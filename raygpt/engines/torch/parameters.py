@@ -1,4 +1,4 @@
-"""The tensors of our modules beside the description's arrays: names, layouts, and first values.
+"""The tensors of our modules beside the description's arrays: names, layouts, and initial values.
 
 A Linear's kernel is [out, in] where the description has [*in, *out] with heads as an axis; token tables are padded;
 each layer has a tensor of its own where the description has one array for all.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from raygpt.engines.base import Arrays
 from raygpt.engines.padding import padded_vocab
-from raygpt.models import Description, Parameter, draws
+from raygpt.models import Description, Parameter, random_numbers
 from raygpt.models.parameter import Role
 
 Slices = tuple[slice, ...]  # of a shard in the whole, by dimension
@@ -29,7 +29,7 @@ class Layout(Protocol):
         """Of the module's tensor of that name."""
         ...
 
-    def first_values(self, seed: int, device: torch.device) -> Values:
+    def initial_values(self, seed: int, device: torch.device) -> Values:
         """Before the first step, fp32."""
         ...
 
@@ -68,7 +68,7 @@ class OwnLayout:
         """That of the description's parameter."""
         return self.find(name).parameter.role
 
-    def first_values(self, seed: int, device: torch.device) -> Values:
+    def initial_values(self, seed: int, device: torch.device) -> Values:
         """Drawn on the device for each shard; padding is zero."""
 
         def part(name: str, slices: Slices) -> Tensor:
@@ -133,17 +133,17 @@ def _is_padded(parameter: Parameter) -> bool:
 
 
 def draw(place: Place, index: Tensor, seed: int, description: Description) -> Tensor:
-    """First values of elements by their int32 index in a layer's array, fp32; zero beyond its end."""
+    """Initial values of elements by their int32 index in a layer's array, fp32; zero beyond its end."""
     parameter, layer = place
-    if parameter.first.kind == "constant":
-        return torch.full(index.shape, parameter.first.size, device=index.device)
-    key = draws.keys(parameter, seed, description.sizes["layer"])[layer].tolist()
-    values = draws.draw(parameter.first, index, (key[0], key[1]), torch)
+    if parameter.initial.kind == "constant":
+        return torch.full(index.shape, parameter.initial.size, device=index.device)
+    key = random_numbers.keys(parameter, seed, description.sizes["layer"])[layer].tolist()
+    values = random_numbers.draw(parameter.initial, index, (key[0], key[1]), torch)
     return torch.where(index < prod(description.own_shape(parameter)), values, 0)
 
 
 def draw_all(seed: int, description: Description, device: torch.device) -> dict[str, NDArray[Any]]:
-    """All of a model's first values, as arrays of this host."""
+    """All of a model's initial values, as arrays of this host."""
     arrays = {}
     for parameter in description.parameters:
         size = prod(description.own_shape(parameter))

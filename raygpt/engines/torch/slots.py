@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raygpt.engines import base, drawing
+from raygpt.engines import base, token_sampling
 from raygpt.engines.base import ALTERNATIVES, Drawn, Rows
 from raygpt.engines.torch.attention import Attention
 from raygpt.engines.torch.model import GPT
@@ -59,7 +59,7 @@ class TorchSlots:
     @torch.inference_mode()
     def begin(self, state: GPT, slot: int, hidden: Tensor, last: int, rows: Rows, top: bool) -> "Pending":
         logits, row = self.reader.logits(state, hidden[last : last + 1]).float(), rows.of(slot)
-        draw = drawing.draw_limited if row.limited.any() else drawing.draw
+        draw = token_sampling.draw_limited if row.limited.any() else token_sampling.draw
         numbers = Rows.unpacked(self._put(row.packed()), torch.float32)
         drawn = _packed(logits, draw(logits, self._bias[slot : slot + 1], numbers, torch))
         self._tokens[slot : slot + 1] = drawn[0]
@@ -97,12 +97,12 @@ class TorchSlots:
         """Read each slot's token at its position, and draw what follows."""
         rows = Rows.unpacked(self._numbers, torch.float32)
         self._logits.copy_(self._read_tokens(state, rows.positions.long()))
-        self._drawn.copy_(_packed(self._logits, drawing.draw(self._logits, self._bias, rows, torch)))
+        self._drawn.copy_(_packed(self._logits, token_sampling.draw(self._logits, self._bias, rows, torch)))
 
     def _limit(self) -> None:
         """Draw again in the slots that have a limit."""
         rows = Rows.unpacked(self._numbers, torch.float32)
-        again = _packed(self._logits, drawing.draw_limited(self._logits, self._bias, rows, torch))
+        again = _packed(self._logits, token_sampling.draw_limited(self._logits, self._bias, rows, torch))
         self._drawn.copy_(torch.where(rows.limited, again, self._drawn))
 
     def _read_tokens(self, state: GPT, positions: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from raygpt.engines import drawing
+from raygpt.engines import token_sampling
 from raygpt.engines.base import Rows
 
 LOGITS = np.array([2.0, 1.0, 0.0, -1.0, -2.0, 0.5], dtype=np.float32)
@@ -18,7 +18,7 @@ def rows(count, temperature=1.0, top_k=0, top_p=1.0, seeds=None):
 def drawn(logits, of, xp=np):
     put = (lambda array: xp.from_numpy(array)) if xp.__name__ == "torch" else xp.asarray
     on = Rows(*map(put, of))
-    return np.asarray(drawing.draw_limited(put(logits), 0, on, xp))
+    return np.asarray(token_sampling.draw_limited(put(logits), 0, on, xp))
 
 
 def softmax(logits):
@@ -56,14 +56,14 @@ def test_draws_of_a_seed_differ_from_token_to_token():
 def test_the_smallest_that_top_k_keeps_is_the_kth_of_the_sorted(top_k):
     scaled = np.random.default_rng(1).normal(size=(5, 100)).astype(np.float32) * 1e3
     scaled[0, :3] = [-np.inf, np.inf, 0.0]
-    least = drawing.smallest_of_top_k(scaled, np.full(5, top_k, np.int32), np)
-    np.testing.assert_array_equal(least, drawing.rank(np.sort(scaled)[:, -top_k], np))
+    least = token_sampling.smallest_of_top_k(scaled, np.full(5, top_k, np.int32), np)
+    np.testing.assert_array_equal(least, token_sampling.rank(np.sort(scaled)[:, -top_k], np))
 
 
 def test_a_temperature_of_zero_takes_the_likeliest_that_the_bias_leaves():
-    scaled = drawing.scale(LOGITS[None], np.array([[-100.0, 0, 0, 0, 0, 0]], np.float32), np.zeros(1), np)
-    least = np.full(1, drawing.LOWEST, np.int32)
-    assert drawing.pick(scaled.astype(np.float32), least, rows(1, temperature=0), np).tolist() == [1]
+    scaled = token_sampling.scale(LOGITS[None], np.array([[-100.0, 0, 0, 0, 0, 0]], np.float32), np.zeros(1), np)
+    least = np.full(1, token_sampling.LOWEST, np.int32)
+    assert token_sampling.pick(scaled.astype(np.float32), least, rows(1, temperature=0), np).tolist() == [1]
 
 
 @pytest.mark.parametrize("library", ["jax.numpy", "torch"])
@@ -74,7 +74,7 @@ def test_every_library_draws_the_same(library):
     np.testing.assert_array_equal(drawn(logits, of, xp), drawn(logits, of))
 
 
-@pytest.mark.parametrize("draw", [drawing.draw, drawing.draw_limited])
+@pytest.mark.parametrize("draw", [token_sampling.draw, token_sampling.draw_limited])
 def test_pytorch_draws_without_a_number_from_the_host_as_a_cuda_graph_must(draw):
     """On the device meta, which has shapes and no numbers: a number that were read would raise an error."""
     torch = pytest.importorskip("torch")

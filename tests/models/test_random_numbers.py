@@ -1,28 +1,28 @@
-"""First values: a function of (seed, name, index), random enough, and bit for bit the same in three libraries."""
+"""Initial values: a function of (seed, name, index), random enough, and bit for bit the same in three libraries."""
 
 import numpy as np
 import pytest
 
 from raygpt.config import Model
-from raygpt.models import FirstValues, describe, draws
+from raygpt.models import InitialValues, describe, random_numbers
 
-UNIFORM, NORMAL = FirstValues("uniform", 0.25), FirstValues("normal", 0.02)
+UNIFORM, NORMAL = InitialValues("uniform", 0.25), InitialValues("normal", 0.02)
 INDEX = np.arange(200_000, dtype=np.int32)
 KEY = (np.int32(-1405937519), np.int32(77))
 
 
 def with_numpy(first, index=INDEX, key=KEY):
-    return draws.draw(first, index, key, np)
+    return random_numbers.draw(first, index, key, np)
 
 
 def with_jax(first):
     jnp = pytest.importorskip("jax.numpy")
-    return np.asarray(draws.draw(first, jnp.asarray(INDEX), [jnp.asarray(word) for word in KEY], jnp))
+    return np.asarray(random_numbers.draw(first, jnp.asarray(INDEX), [jnp.asarray(word) for word in KEY], jnp))
 
 
 def with_torch(first):
     torch = pytest.importorskip("torch", reason="needs the extra torch")
-    return draws.draw(first, torch.from_numpy(INDEX), [torch.tensor(word) for word in KEY], torch).numpy()
+    return random_numbers.draw(first, torch.from_numpy(INDEX), [torch.tensor(word) for word in KEY], torch).numpy()
 
 
 @pytest.mark.parametrize("library", [with_jax, with_torch], ids=["jax", "torch"])
@@ -45,11 +45,11 @@ def test_they_have_the_distribution_that_was_asked_for():
 
 def test_neighbours_layers_names_and_seeds_have_nothing_to_do_with_each_other():
     parameters = describe(Model(), 100).by_name
-    one = draws.keys(parameters["blocks.up.kernel"], 1, 2)
+    one = random_numbers.keys(parameters["blocks.up.kernel"], 1, 2)
     keys = [
         *one,
-        *draws.keys(parameters["blocks.down.kernel"], 1, 1),
-        *draws.keys(parameters["blocks.up.kernel"], 2, 1),
+        *random_numbers.keys(parameters["blocks.down.kernel"], 1, 1),
+        *random_numbers.keys(parameters["blocks.up.kernel"], 2, 1),
     ]
     drawn = [with_numpy(UNIFORM, key=tuple(key)) for key in keys]
     drawn += [np.roll(drawn[0], shift) for shift in (1, 2, 64, 768)]
@@ -59,8 +59,8 @@ def test_neighbours_layers_names_and_seeds_have_nothing_to_do_with_each_other():
 
 def test_a_parameter_outside_the_layers_has_one_key_and_one_inside_has_one_for_each():
     parameters = describe(Model(), 100).by_name
-    assert draws.keys(parameters["tokens"], 1, 4).shape == (1, 2)
-    keys = draws.keys(parameters["blocks.up.kernel"], 1, 4)
+    assert random_numbers.keys(parameters["tokens"], 1, 4).shape == (1, 2)
+    keys = random_numbers.keys(parameters["blocks.up.kernel"], 1, 4)
     assert keys.shape == (4, 2)
     assert len({tuple(key) for key in keys}) == 4
-    np.testing.assert_array_equal(keys, draws.keys(parameters["blocks.up.kernel"], 1, 8)[:4])
+    np.testing.assert_array_equal(keys, random_numbers.keys(parameters["blocks.up.kernel"], 1, 8)[:4])

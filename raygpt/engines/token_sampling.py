@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from raygpt.models.draws import mix, uniform
+from raygpt.models.random_numbers import mix, uniform
 
 LOWEST = -(2**31)  # of int32
 Loop = Callable[[int, int, Callable[[Any, Any], Any], Any], Any]  # as jax.lax.fori_loop

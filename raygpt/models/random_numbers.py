@@ -1,4 +1,4 @@
-"""First values as a function of (seed, name, index): the same numbers in both engines, on any mesh.
+"""Random numbers as a function of (seed, name, index), for initial values: the same in both engines, on any mesh.
 
 Everything up to the uniform draw is 32-bit integer arithmetic on arrays of any library (NumPy, JAX, PyTorch): an
 element's number depends on its own index alone, so every device draws its shard and nothing is gathered. Indices count
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raygpt.models.parameter import FirstValues, Parameter
+from raygpt.models.parameter import InitialValues, Parameter
 
 
 def mix(x: Any) -> Any:
@@ -31,17 +31,17 @@ def keys(parameter: Parameter, seed: int, layers: int) -> NDArray[np.int32]:
     return np.array([np.frombuffer(digest, "<i4") for digest in digests], dtype=np.int32)
 
 
-def draw(first: FirstValues, index: Any, key: tuple[Any, Any], xp: Any) -> Any:
+def draw(initial: InitialValues, index: Any, key: tuple[Any, Any], xp: Any) -> Any:
     """fp32 values at int32 indices; `xp` is numpy, jax.numpy or torch.
 
     Uniform ones are the same everywhere bit for bit. Normal ones, by Box and Muller, are the same to the last digits of
     a library's log and cos: 1e-6 of the deviation. (By erfinv they would differ by 3e-5 of it in the tails.)
     """
     even = uniform(mix(mix(index ^ key[0]) + key[1]), xp)
-    if first.kind == "uniform":
-        return even * first.size
+    if initial.kind == "uniform":
+        return even * initial.size
     share = (uniform(mix(mix(index ^ key[1]) + key[0]), xp) + 1) / 2  # in (0, 1), exact as well
-    return xp.sqrt(-2 * xp.log(share)) * xp.cos(math.pi * even) * first.size
+    return xp.sqrt(-2 * xp.log(share)) * xp.cos(math.pi * even) * initial.size
 
 
 def uniform(bits: Any, xp: Any) -> Any:
