@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import raygpt
-from raygpt.engines import read_weights
+from raygpt.engines import read_plain_state
 from raygpt.recipes import load_recipe
 
 CHECKOUT = Path(os.environ.get("RAYGPT_CHECKOUT") or Path(__file__).parents[1])
@@ -74,6 +74,6 @@ def test_tutorial_a_is_less_than_60_lines_on_raygpts_parts(tmp_path):
     assert losses[-1] < losses[0] / 2
     recipe = load_recipe("tiny", {"data.tokenizer": "bytes"})
     (saved,) = tmp_path.glob("runs/function-*/step-40")  # the shares of both workers, as one
-    weights = read_weights("jax", str(saved), recipe.model, 257)
+    weights = read_plain_state("jax", str(saved), recipe.model, 257)
     assert weights.step == 40
     assert weights.parameters["tokens"].shape == (257, recipe.model.width)

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from raygpt.config import Model
-from raygpt.engines.base import Arrays, Reader, Slots, Weights
+from raygpt.engines.base import Arrays, PlainState, Reader, Slots
 from raygpt.engines.torch import require_torch
 
 
@@ -57,7 +57,7 @@ def devices_of(name: str) -> Any:
     return import_module(f"raygpt.engines.{name}.devices")
 
 
-def read_weights(name: str, folder: str, model: Model, vocab: int) -> Weights:
+def read_plain_state(name: str, folder: str, model: Model, vocab: int) -> PlainState:
     """The state in a checkpoint that an engine wrote, as plain arrays that the other can load."""
-    weights: Weights = import_module(f"raygpt.engines.{name}.checkpoint").read_weights(folder, model, vocab)
-    return weights
+    state: PlainState = import_module(f"raygpt.engines.{name}.checkpoint").read_plain_state(folder, model, vocab)
+    return state

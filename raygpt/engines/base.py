@@ -26,7 +26,7 @@ class Devices:
 
 
 @dataclass(frozen=True)
-class Weights:
+class PlainState:
     """A state that both engines understand: plain arrays with the names and axes of the description.
 
     The vocabulary has no padding; a tied head has no separate array.
@@ -78,7 +78,7 @@ class Engine(TokenScorer, Protocol):
         """The state whose parts are in a folder, saved by any number of processes on any mesh."""
         ...
 
-    def load(self, weights: Weights) -> Any:
+    def load(self, plain: PlainState) -> Any:
         """A state with these parameters; slots that are not given are zero, as before step 0."""
         ...
 
@@ -123,7 +123,7 @@ class Reader(TokenScorer, Protocol):
     vocab: int
 
     def load(self, parameters: Arrays) -> Any:
-        """The parameters, as `Weights` has them, on the device."""
+        """The parameters, as `PlainState` has them, on the device."""
         ...
 
     def prefill(self, state: Any, ids: NDArray[np.int32]) -> tuple[Numbers, Any]:

@@ -14,7 +14,7 @@ from raygpt.config import Model, Recipe
 from raygpt.corpus import tokenizers
 from raygpt.corpus.tokenizers import FILE_NAME, Gpt2, Tokenizer
 from raygpt.engines import engine_of, require
-from raygpt.engines.base import Weights
+from raygpt.engines.base import PlainState
 from raygpt.errors import RaygptError, first_line
 from raygpt.interop.exporting import CONFIG, WEIGHTS
 from raygpt.interop.families import family_named
@@ -183,7 +183,7 @@ def _write(recipe: Recipe, tokenizer: Tokenizer, parameters: dict[str, NDArray[A
     storage.write_bytes(storage.join(out, RECIPE), recipe.to_yaml().encode())
     tokenizers.save(tokenizer, out)
     engine = engine_of(recipe.engine).Engine(recipe, tokenizer.vocab)
-    state = engine.load(Weights(parameters))
+    state = engine.load(PlainState(parameters))
     part, folder = checkpoints.parts_of(out) / "import", checkpoints.folder_of(out, 0)
     storage.delete_folder(str(part))  # left by an interrupted import to an object store
     engine.save(state, str(part))

@@ -18,7 +18,7 @@ import raygpt
 from raygpt import storage
 from raygpt.config import Recipe
 from raygpt.corpus import tokenizers
-from raygpt.engines import read_weights
+from raygpt.engines import read_plain_state
 from raygpt.recipes import load_recipe
 from raygpt.runs import RECIPE, checkpoints, metrics
 from raygpt.testing.faults import VARIABLE, Strike, from_environment
@@ -111,6 +111,6 @@ def read_state(run_folder: str) -> dict[str, Any]:
     facts = checkpoints.facts(checkpoint)
     model = load_recipe(storage.join(run_folder, RECIPE)).model
     folder = checkpoints.fetch_to_node(checkpoint)
-    weights = read_weights(facts["engine"], folder, model, tokenizers.load(run_folder).vocab)
-    kinds = {"parameters": weights.parameters, **weights.slots}
+    state = read_plain_state(facts["engine"], folder, model, tokenizers.load(run_folder).vocab)
+    kinds = {"parameters": state.parameters, **state.slots}
     return {f"{kind}/{name}": array for kind, arrays in kinds.items() for name, array in arrays.items()}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from raygpt.engines import read_weights
+from raygpt.engines import read_plain_state
 from raygpt.engines.base import Engine
 from raygpt.errors import RaygptError
 from raygpt.runs import checkpoints, records
@@ -129,7 +129,7 @@ class Loop:
         if writer == self._task.recipe.engine:
             return self._engine.restore(folder)
         model, vocab = self._task.recipe.model, self._task.tokenizer.vocab
-        return self._engine.load(read_weights(writer, folder, model, vocab))
+        return self._engine.load(read_plain_state(writer, folder, model, vocab))
 
     # A step
 

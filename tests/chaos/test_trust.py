@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import raygpt
-from raygpt.engines import read_weights
+from raygpt.engines import read_plain_state
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 
@@ -47,10 +47,10 @@ def saved(engine, tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of reads that are given up
-@pytest.mark.parametrize("by", ["restore", "read_weights"])
+@pytest.mark.parametrize("by", ["restore", "read_plain_state"])
 def test_a_pickle_in_place_of_any_file_of_a_jax_checkpoint_is_not_run(engine, saved, tmp_path, by):
     def read(folder):
-        return engine.restore(folder) if by == "restore" else read_weights("jax", folder, engine.recipe.model, 257)
+        return engine.restore(folder) if by == "restore" else read_plain_state("jax", folder, engine.recipe.model, 257)
 
     trace = tmp_path / "trace"
     harm = pickle.dumps(Harm(trace))
@@ -79,7 +79,7 @@ def test_a_jax_checkpoint_is_read_without_a_pickle(engine, saved, monkeypatch):
     for name in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, name, refuse)
     assert int(engine.restore(str(saved)).step) == 0
-    weights = read_weights("jax", str(saved), engine.recipe.model, 257)
+    weights = read_plain_state("jax", str(saved), engine.recipe.model, 257)
     assert weights.parameters["tokens"].shape == (257, 16)
     assert all(np.isfinite(array).all() for array in weights.parameters.values())
 

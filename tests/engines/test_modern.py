@@ -8,7 +8,7 @@ import reference
 from conftest import also
 
 from raygpt.config import Model, Recipe
-from raygpt.engines.base import Weights
+from raygpt.engines.base import PlainState
 from raygpt.models import describe
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -62,7 +62,7 @@ def opened(request, engine):
 
 def state_of(opened):
     _, parameters, computes = opened
-    return computes.load(Weights(parameters))
+    return computes.load(PlainState(parameters))
 
 
 def test_losses_and_log_probabilities_are_those_of_plain_numpy(opened):

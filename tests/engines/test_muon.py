@@ -16,11 +16,11 @@ import jax.numpy as jnp  # noqa: E402
 
 from raygpt.config import Model  # noqa: E402
 from raygpt.engines import muon  # noqa: E402
-from raygpt.engines.base import Weights  # noqa: E402
+from raygpt.engines.base import PlainState  # noqa: E402
 from raygpt.engines.jax import sharding  # noqa: E402
 from raygpt.engines.jax.engine import JaxEngine  # noqa: E402
 from raygpt.engines.jax.optimizer import learning_rate, make_optimizer  # noqa: E402
-from raygpt.engines.torch.checkpoint import read_weights  # noqa: E402
+from raygpt.engines.torch.checkpoint import read_plain_state  # noqa: E402
 from raygpt.engines.torch.engine import TorchEngine  # noqa: E402
 from raygpt.engines.torch.muon import Owners  # noqa: E402
 from raygpt.engines.torch.parameters import OwnLayout  # noqa: E402
@@ -183,7 +183,7 @@ def jax_optimizer(settings):
 def torch_optimizer(settings):
     """The same by the PyTorch engine's, which gets its gradients where a backward pass would leave them."""
     engine = TorchEngine(settings, 6, precision="fp64", device="cpu")
-    state, layout = engine.load(Weights(draw(0))), OwnLayout(DESCRIPTION)
+    state, layout = engine.load(PlainState(draw(0))), OwnLayout(DESCRIPTION)
     for step, gradients in enumerate(GRADIENTS):
         values = layout.values(gradients)
         for name, parameter in state.parameters.items():
@@ -276,7 +276,7 @@ def test_fifty_losses_agree_in_fp32_and_a_run_goes_on_in_the_other_engine(tmp_pa
     middle, state = train(torch_engine, torch_engine.load(jax_engine.gather(state)), range(20, 35))
     torch_engine.save(state, str(tmp_path))
     torch_engine.wait_for_save()
-    weights = read_weights(str(tmp_path), torch_engine.recipe.model, VOCAB)
+    weights = read_plain_state(str(tmp_path), torch_engine.recipe.model, VOCAB)
     end, _ = train(jax_engine, jax_engine.load(weights), range(35, STEPS))
     np.testing.assert_allclose(np.concatenate([middle, end]), by_jax[20:], rtol=1e-4)
 
@@ -401,7 +401,7 @@ def test_an_adamw_run_goes_on_with_muon(make, tmp_path):
     engine, adamw = in_fp32(make), make(kind="adamw")
     parameters = engine.gather(engine.start()).parameters
     averages = {slot: {name: 0 * value + 0.5 for name, value in parameters.items()} for slot in ("means", "squares")}
-    save(adamw, adamw.load(Weights(parameters, averages, step=3)), tmp_path / "state")
+    save(adamw, adamw.load(PlainState(parameters, averages, step=3)), tmp_path / "state")
     forked = engine.restore(str(tmp_path / "state"))
     slots = engine.gather(forked).slots
     assert slots.keys() == {"means", "squares", "momentum"}

@@ -9,7 +9,7 @@ jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch", reason="needs the extra torch")
 
 from raygpt.engines.jax.engine import JaxEngine  # noqa: E402
-from raygpt.engines.torch.checkpoint import read_weights  # noqa: E402
+from raygpt.engines.torch.checkpoint import read_plain_state  # noqa: E402
 from raygpt.engines.torch.engine import TorchEngine  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
 
@@ -103,7 +103,7 @@ def test_jaxs_state_goes_on_in_pytorch_and_pytorchs_checkpoint_in_jax(tmp_path):
     torch_engine.save(state, str(tmp_path))
     torch_engine.wait_for_save()
     end, state = train(
-        jax_engine, jax_engine.load(read_weights(str(tmp_path), torch_engine.recipe.model, VOCAB)), range(35, STEPS)
+        jax_engine, jax_engine.load(read_plain_state(str(tmp_path), torch_engine.recipe.model, VOCAB)), range(35, STEPS)
     )
     assert int(state.step) == STEPS
     np.testing.assert_allclose(np.concatenate([begun, middle, end])[:, 0], alone[:, 0], atol=1e-5)

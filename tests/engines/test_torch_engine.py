@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import raygpt  # noqa: E402
 from raygpt.engines import loss_scale as loss_scale_module  # noqa: E402
-from raygpt.engines.base import Weights  # noqa: E402
+from raygpt.engines.base import PlainState  # noqa: E402
 from raygpt.engines.torch import engine as engine_module  # noqa: E402
 from raygpt.engines.torch import require_torch  # noqa: E402
 from raygpt.engines.torch.devices import choose_precision  # noqa: E402
@@ -75,7 +75,7 @@ def train(engine, state, windows=WINDOWS):
 
 def gradients(engine, weights, windows):
     """Loss of a batch and its gradient, by what AdamW's first step from zero puts into its average."""
-    state, metrics = engine.step(engine.load(Weights(weights)), engine.put(windows[engine.rows]))
+    state, metrics = engine.step(engine.load(PlainState(weights)), engine.put(windows[engine.rows]))
     (beta, _), means = engine.recipe.optimizer.betas, engine.gather(state).slots["means"]
     return engine.read(metrics), {name: mean / (1 - beta) for name, mean in means.items()}
 
@@ -246,7 +246,7 @@ def poisoned(engine, state):
     weights = engine.gather(state)
     bias = weights.parameters["norm.bias"].copy()
     bias[3] = np.nan
-    return engine.load(Weights({**weights.parameters, "norm.bias": bias}, weights.slots, 1))
+    return engine.load(PlainState({**weights.parameters, "norm.bias": bias}, weights.slots, 1))
 
 
 def test_a_step_that_is_not_a_number_is_left_out_and_counted_if_the_recipe_says_so():
@@ -544,7 +544,7 @@ def test_memory_that_was_reserved_before_takes_what_is_saved(tmp_path):
 def test_parameters_alone_begin_with_averages_of_zero():
     engine = make_engine()
     weights = engine.gather(engine.start())
-    loaded = engine.load(Weights(weights.parameters))
+    loaded = engine.load(PlainState(weights.parameters))
     np.testing.assert_array_equal(train(engine, loaded)[0], train(engine, engine.start())[0])
 
 

@@ -13,8 +13,8 @@ from safetensors import safe_open  # noqa: E402
 
 from raygpt.corpus.feed import Feed  # noqa: E402
 from raygpt.corpus.store import open_store  # noqa: E402
-from raygpt.engines.base import Weights  # noqa: E402
-from raygpt.engines.torch.checkpoint import read_parameters, read_weights  # noqa: E402
+from raygpt.engines.base import PlainState  # noqa: E402
+from raygpt.engines.torch.checkpoint import read_parameters, read_plain_state  # noqa: E402
 from raygpt.engines.torch.engine import TorchEngine  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
 
@@ -79,7 +79,7 @@ def by_hand(old, kind):
 
 def test_weights_are_those_that_were_saved(run):
     folder, model = checkpoint_of(run), recipe_of(run).model
-    old, weights = old_tensors(folder), read_weights(str(folder), model, VOCAB)
+    old, weights = old_tensors(folder), read_plain_state(str(folder), model, VOCAB)
     assert weights.step == 3
     assert weights.slots.keys() == {"means", "squares"}
     for kind, arrays in {"parameters": weights.parameters, **weights.slots}.items():
@@ -111,8 +111,8 @@ def test_training_goes_on_as_if_it_had_never_stopped(run, tmp_path):
         return numbers, state
 
     restored = engine.restore(str(checkpoint_of(run)))
-    before = read_weights(str(checkpoint_of(run)), recipe.model, VOCAB)
-    loaded = engine.load(Weights(before.parameters, before.slots, before.step))
+    before = read_plain_state(str(checkpoint_of(run)), recipe.model, VOCAB)
+    loaded = engine.load(PlainState(before.parameters, before.slots, before.step))
     np.testing.assert_allclose(rest(loaded, range(3, 6))[0], expected, rtol=1e-5)
     found, state = rest(restored, range(3, 5))
     engine.save(state, str(tmp_path))  # in the present format

@@ -12,7 +12,7 @@ from reference import hugging_face  # noqa: E402
 from reference import logits as plain_logits  # noqa: E402
 
 from raygpt.config import Model, Recipe  # noqa: E402
-from raygpt.engines.base import Weights  # noqa: E402
+from raygpt.engines.base import PlainState  # noqa: E402
 from raygpt.engines.padding import padded_vocab  # noqa: E402
 from raygpt.engines.torch.engine import TorchEngine  # noqa: E402
 from raygpt.engines.torch.huggingface import HuggingFaceGPT  # noqa: E402
@@ -205,7 +205,7 @@ def test_a_modern_models_loss_has_gradients_for_every_parameter(name):
 def test_a_modern_models_tensors_lead_to_the_descriptions_arrays_and_back(name):
     model, arrays = modern(name)
     engine = TorchEngine(Recipe(engine="torch", model=model, training={"batch_tokens": 12}), VOCAB, device="cpu")
-    found = engine.gather(engine.load(Weights(arrays))).parameters
+    found = engine.gather(engine.load(PlainState(arrays))).parameters
     assert found.keys() == arrays.keys()
     for key, array in arrays.items():
         np.testing.assert_array_equal(found[key], array, err_msg=key)
@@ -263,9 +263,9 @@ def test_arrays_that_do_not_fit_are_refused():
     engine = TorchEngine(recipe(), VOCAB, device="cpu")
     short = {**begun(), "blocks.key.bias": begun()["blocks.key.bias"][:, :3]}
     with pytest.raises(ValueError, match=r"blocks\.key\.bias is \[8, 3, 16\], and should be \[8, 4, 16\]"):
-        engine.load(Weights(short))
+        engine.load(PlainState(short))
     with pytest.raises(KeyError, match="head"):
-        engine.load(Weights({name: array for name, array in begun().items() if name != "head"}))
+        engine.load(PlainState({name: array for name, array in begun().items() if name != "head"}))
 
 
 def test_what_pads_the_vocabulary_begins_at_zero():

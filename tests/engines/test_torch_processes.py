@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="needs the extra torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from raygpt.engines.torch.checkpoint import read_weights  # noqa: E402
+from raygpt.engines.torch.checkpoint import read_plain_state  # noqa: E402
 from raygpt.engines.torch.engine import TorchEngine  # noqa: E402
 from raygpt.engines.torch.processes import join, leave  # noqa: E402
 from raygpt.engines.torch.sharding import local  # noqa: E402
@@ -394,7 +394,7 @@ def test_muon_in_copies_and_shares_gets_the_numbers_of_one(two, muon_alone, fold
         assert_same_muon(said["muon"], muon_alone)
     model = make_engine().recipe.model
     for mesh in (COPIES, SHARES):
-        assert_same_muon([(muon_alone[0], read_weights(f"{folder}/muon {mesh}", model, VOCAB))], muon_alone)
+        assert_same_muon([(muon_alone[0], read_plain_state(f"{folder}/muon {mesh}", model, VOCAB))], muon_alone)
 
 
 def assert_same_muon(found, right):
@@ -455,7 +455,7 @@ def test_a_checkpoint_is_read_as_plain_arrays_without_an_engine(two, alone, fold
     engine = make_engine()
     right = engine.gather(engine.restore(str(folder / "alone")))
     for mesh in ("alone", "fsdp=2"):
-        weights = read_weights(str(folder / mesh), engine.recipe.model, VOCAB)
+        weights = read_plain_state(str(folder / mesh), engine.recipe.model, VOCAB)
         assert weights.step == HALF
         assert weights.parameters["tokens"].shape == (VOCAB, 25)
         assert_same_weights(weights, right, 1e-12)

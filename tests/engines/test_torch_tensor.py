@@ -31,7 +31,7 @@ from test_torch_processes import (  # noqa: E402
 )
 from test_torch_processes import make_engine as make_any_engine  # noqa: E402
 
-from raygpt.engines.torch.checkpoint import read_weights  # noqa: E402
+from raygpt.engines.torch.checkpoint import read_plain_state  # noqa: E402
 from raygpt.engines.torch.sharding import local  # noqa: E402
 
 pytestmark = pytest.mark.extended  # test_torch_processes.py shows the same for copies and shares
@@ -238,6 +238,6 @@ def test_a_checkpoint_in_parts_is_read_as_plain_arrays(mesh, saved_by, files, re
     assert len(list((folder / mesh).glob("share-*"))) == files
     engine = make_engine()
     right = engine.gather(engine.restore(str(folder / "alone")))
-    weights = read_weights(str(folder / mesh), engine.recipe.model, VOCAB)
+    weights = read_plain_state(str(folder / mesh), engine.recipe.model, VOCAB)
     assert weights.step == HALF
     assert_same_weights(weights, right, 1e-12)

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from raygpt.corpus import tokenizers
 from raygpt.corpus.tokenizers import Bytes
-from raygpt.engines import engine_of, make_reader, read_weights
+from raygpt.engines import engine_of, make_reader, read_plain_state
 from raygpt.errors import RaygptError
 from raygpt.inference.loaded import load, read
 from raygpt.interop import gpt2
@@ -71,7 +71,7 @@ def test_training_starts_from_an_imported_run_in_either_engine(tmp_path, engine)
     recipe = load_recipe("gpt2-tiny", {"engine": engine, "run.start_from": run.folder, **changes})
     checkpoint = resume.fork(recipe, str(tmp_path), tokenizers.fingerprint(Bytes()))
     assert (checkpoint.step, checkpoint.folder) == (0, run.pick().folder)
-    written = read_weights("torch", checkpoint.folder, recipe.model, VOCAB)
+    written = read_plain_state("torch", checkpoint.folder, recipe.model, VOCAB)
     computes = engine_of(engine).Engine(recipe, VOCAB)
     state = computes.restore(checkpoint.folder) if engine == "torch" else computes.load(written)  # as the loop does it
     again = computes.gather(state)

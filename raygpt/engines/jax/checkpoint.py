@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from raygpt.config import Model
-from raygpt.engines.base import Weights
+from raygpt.engines.base import PlainState
 from raygpt.engines.jax import format1
 from raygpt.engines.jax.parameters import to_plain
 from raygpt.engines.jax.sharding import from_this_host, shape_at
@@ -140,11 +140,11 @@ def read_parameters(folder: str, model: Model, vocab: int) -> dict[str, Any]:
     return to_plain(_read(folder, ("parameters",))["parameters"], describe(model, vocab))
 
 
-def read_weights(folder: str, model: Model, vocab: int) -> Weights:
+def read_plain_state(folder: str, model: Model, vocab: int) -> PlainState:
     """The state in a folder as arrays in host memory, independent of the mesh that wrote it and of the devices here."""
     state, description = _read(folder), describe(model, vocab)
     slots = {name: to_plain(slot, description) for name, slot in state["slots"].items()}
-    return Weights(to_plain(state["parameters"], description), slots, int(state["step"]))
+    return PlainState(to_plain(state["parameters"], description), slots, int(state["step"]))
 
 
 def _metadata(folder: str) -> dict[str, Any]:

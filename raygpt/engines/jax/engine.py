@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from raygpt.config import Recipe
 from raygpt.engines import base, choices
-from raygpt.engines.base import Devices, Positions, Weights
+from raygpt.engines.base import Devices, PlainState, Positions
 from raygpt.engines.jax import processes, sharding
 from raygpt.engines.jax.attention import Cache, choose_attention
 from raygpt.engines.jax.checkpoint import Saver, restore
@@ -164,19 +164,19 @@ class JaxEngine:
         """The state that was saved in a folder, on any mesh."""
         return restore(folder, self._shapes, self._shardings)
 
-    def gather(self, state: State) -> Weights:
+    def gather(self, state: State) -> PlainState:
         """A full state as arrays in host memory; every process takes part, one array after another."""
         whole = jax.tree.map(sharding.on_this_host, state)
         plain = partial(to_plain, description=self._description)
-        return Weights(plain(whole.parameters), {k: plain(slot) for k, slot in whole.slots.items()}, int(whole.step))
+        return PlainState(plain(whole.parameters), {k: plain(slot) for k, slot in whole.slots.items()}, int(whole.step))
 
-    def load(self, weights: Weights) -> State:
+    def load(self, plain: PlainState) -> State:
         """A state with those parameters; slots that are not given are zero, as before step 0."""
         ours = partial(from_plain, description=self._description, dtype=self._param_dtype)
         zeros = jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), self._shapes.slots)
-        given = {slot: weights.slots.get(slot, {}) for slot in zeros}
+        given = {slot: plain.slots.get(slot, {}) for slot in zeros}
         slots = {slot: zeros[slot] | ours(given[slot], names=given[slot].keys() & zeros[slot]) for slot in zeros}
-        state = State(ours(weights.parameters), slots, *self._counters(weights.step))
+        state = State(ours(plain.parameters), slots, *self._counters(plain.step))
         return jax.tree.map(sharding.from_this_host, state, self._shardings)
 
     # Rows in, numbers out

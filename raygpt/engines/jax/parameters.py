@@ -52,7 +52,7 @@ def padded_shape(parameter: Parameter, description: Description) -> tuple[int, .
 def from_plain(
     arrays: Arrays, description: Description, dtype: Any, names: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Arrays as `Weights` has them, of all parameters or of some, padded with zeros; refuses what does not fit the
+    """Arrays as `PlainState` has them, of all parameters or of some, padded with zeros; refuses what does not fit the
     description."""
     padded = {}
     for parameter in description.parameters:

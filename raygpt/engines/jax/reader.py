@@ -55,7 +55,7 @@ class JaxReader:
         }
 
     def load(self, parameters: Arrays) -> ReaderState:
-        """The parameters, as `Weights` has them, on the device. Matrices are rounded once, not for every token."""
+        """The parameters, as `PlainState` has them, on the device. Matrices are rounded once, not for every token."""
         arrays = from_plain(parameters, self.description, accurate(self.dtype))
         stacked = blocks_of(arrays)
         blocks = tuple({name: array[n] for name, array in stacked.items()} for n in range(self.model.layers))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from raygpt import storage
 from raygpt.config import Model
-from raygpt.engines.base import Weights
+from raygpt.engines.base import PlainState
 from raygpt.engines.torch.huggingface_parameters import HuggingFaceLayout
 from raygpt.engines.torch.parameters import Layout, OwnLayout, Slices
 from raygpt.engines.torch.state import PARAMETERS
@@ -178,15 +178,15 @@ def _read_index(folder: str) -> dict[str, Any]:
 
 
 def read_parameters(folder: str, model: Model, vocab: int) -> dict[str, Any]:
-    """The parameters in a checkpoint, as `Weights` has them; the optimizer's slots are not read."""
+    """The parameters in a checkpoint, as `PlainState` has them; the optimizer's slots are not read."""
     return _arrays(open_checkpoint(folder, model.heads), PARAMETERS, model, vocab)
 
 
-def read_weights(folder: str, model: Model, vocab: int) -> Weights:
+def read_plain_state(folder: str, model: Model, vocab: int) -> PlainState:
     """A checkpoint in host memory, as arrays that both engines understand."""
     reader = open_checkpoint(folder, model.heads)
     slots = {slot: _arrays(reader, slot, model, vocab) for slot in reader.slots}
-    return Weights(_arrays(reader, PARAMETERS, model, vocab), slots, reader.index["step"])
+    return PlainState(_arrays(reader, PARAMETERS, model, vocab), slots, reader.index["step"])
 
 
 def _arrays(reader: CheckpointReader, kind: str, model: Model, vocab: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raygpt.config import Recipe
 from raygpt.engines import base
-from raygpt.engines.base import Devices, Positions, Weights
+from raygpt.engines.base import Devices, PlainState, Positions
 from raygpt.engines.loss_scale import LossScale
 from raygpt.engines.microbatches import Microbatches, arrange, needed_rows
 from raygpt.engines.spikes import Spikes
@@ -123,24 +123,24 @@ class TorchEngine:
         self._fill(state, PARAMETERS, self._layout.initial_values(self.recipe.training.seed, self.device))
         return self._joined(state)
 
-    def load(self, weights: Weights) -> State:
+    def load(self, plain: PlainState) -> State:
         """A state with those parameters; slots that are not given are zero."""
-        state = self._blank(weights.step)
+        state = self._blank(plain.step)
         zeros = {name: np.broadcast_to(0.0, shape) for name, shape in self._description.shapes.items()}
-        given = {slot: zeros | {**arrays} for slot, arrays in weights.slots.items() if slot in state.optimizer.slots}
-        for kind, arrays in {PARAMETERS: weights.parameters, **given}.items():
+        given = {slot: zeros | {**arrays} for slot, arrays in plain.slots.items() if slot in state.optimizer.slots}
+        for kind, arrays in {PARAMETERS: plain.parameters, **given}.items():
             self._fill(state, kind, self._layout.values(arrays))
         if given:
-            state.optimizer.set_updates(weights.step)
+            state.optimizer.set_updates(plain.step)
         return self._joined(state)
 
-    def gather(self, state: State) -> Weights:
+    def gather(self, state: State) -> PlainState:
         """A full state as arrays in host memory. Every process takes part and gets it."""
         tensors: dict[str, dict[str, Tensor]] = {}
         for kind, name, tensor in state.tensors():
             tensors.setdefault(kind, {})[name] = gather_tensor(tensor, self.mesh).cpu()
         arrays = {kind: self._layout.arrays(named) for kind, named in tensors.items()}
-        return Weights(arrays.pop(PARAMETERS), arrays, state.step)
+        return PlainState(arrays.pop(PARAMETERS), arrays, state.step)
 
     def save(self, state: State, folder: str) -> None:
         """Start to write the state into a folder, in the background."""

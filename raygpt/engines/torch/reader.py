@@ -63,7 +63,7 @@ class TorchReader:
 
     @torch.no_grad()
     def load(self, parameters: Arrays) -> GPT:
-        """The parameters, as `Weights` has them, on the device."""
+        """The parameters, as `PlainState` has them, on the device."""
         with torch.device("meta"):
             gpt = GPT(self.model, self.vocab, self.dtype)
         gpt.to(self._param_dtype).to_empty(device=self.device)

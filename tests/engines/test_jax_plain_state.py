@@ -6,8 +6,8 @@ from conftest import also
 
 jax = pytest.importorskip("jax")
 
-from raygpt.engines.base import Weights  # noqa: E402
-from raygpt.engines.jax.checkpoint import read_weights  # noqa: E402
+from raygpt.engines.base import PlainState  # noqa: E402
+from raygpt.engines.jax.checkpoint import read_plain_state  # noqa: E402
 from raygpt.engines.jax.engine import JaxEngine  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
 
@@ -90,7 +90,7 @@ def test_a_loaded_state_goes_on_as_the_gathered_one_would_have(trained, mesh):
 def test_averages_that_are_not_given_are_zero_as_before_step_0(trained):
     engine = make_engine()
     start = engine.start()
-    state = engine.load(Weights(engine.gather(start).parameters))
+    state = engine.load(PlainState(engine.gather(start).parameters))
     jax.tree.map(np.testing.assert_array_equal, state, start._replace(parameters=state.parameters))
     np.testing.assert_array_equal(state.parameters["tokens"], start.parameters["tokens"])
     assert train(engine, state, WINDOWS[:2])[1] == train(engine, start, WINDOWS[:2])[1]
@@ -102,7 +102,7 @@ def test_a_checkpoint_is_read_without_the_mesh_that_wrote_it(tmp_path, mesh):
     state, _ = train(engine, engine.start(), WINDOWS[:2])
     engine.save(state, str(tmp_path / "state"))
     engine.wait_for_save()
-    weights = read_weights(str(tmp_path / "state"), engine.recipe.model, VOCAB)
+    weights = read_plain_state(str(tmp_path / "state"), engine.recipe.model, VOCAB)
     assert_equal(weights, engine.gather(state))
     assert weights.parameters["head"].shape == (VOCAB, WIDTH)
     assert {type(array) for array in weights.slots["means"].values()} == {np.ndarray}
@@ -115,7 +115,7 @@ def test_a_save_holds_the_state_that_it_was_begun_with_while_training_goes_on(tr
     engine.save(state, str(tmp_path / "state"))
     train(engine, state, WINDOWS[2:])  # the state's memory is used again
     engine.wait_for_save()
-    assert_equal(read_weights(str(tmp_path / "state"), engine.recipe.model, VOCAB), expected)
+    assert_equal(read_plain_state(str(tmp_path / "state"), engine.recipe.model, VOCAB), expected)
 
 
 def test_of_what_several_devices_hold_each_saves_a_part(trained, tmp_path):
@@ -126,5 +126,5 @@ def test_of_what_several_devices_hold_each_saves_a_part(trained, tmp_path):
         for tree in (state.parameters, engine._saver._copy.parameters)
     )
     engine.wait_for_save()
-    assert_equal(read_weights(str(tmp_path / "state"), engine.recipe.model, VOCAB), expected)
+    assert_equal(read_plain_state(str(tmp_path / "state"), engine.recipe.model, VOCAB), expected)
     assert copied <= 1.05 * held / MESH["data"]  # once, but for what eight does not divide
