@@ -15,18 +15,18 @@ def measured(events: list[Event], run: Prepared, began: float) -> dict[str, Any]
     trained = [pair for pair in pairwise(logged) if all("loss" in line for line in pair)]
     seconds = sum(after["time"] - before["time"] for before, after in trained)
     speed = sum(after["tokens"] - before["tokens"] for before, after in trained) / seconds
-    share = mfu(speed, run.plan.flops_per_token, about["device"], int(about["devices"]))
+    share = mfu(speed, run.totals.flops_per_token, about["device"], int(about["devices"]))
     return {
         **about,
-        "parameters": run.plan.parameters,
-        "batch": f"{run.plan.rows} × {run.plan.context}",
-        "steps": run.plan.steps,
+        "parameters": run.totals.parameters,
+        "batch": f"{run.totals.rows} × {run.totals.context}",
+        "steps": run.totals.steps,
         "checkpoints": sum(isinstance(event, CheckpointSaved) for event in events),
         "first_logged": {"step": trained[0][0]["step"], "after_s": round(trained[0][0]["time"] - began, 1)},
         "seconds": seconds,
         "round_ms": [round(1e3 * _seconds_per_step(*pair), 2) for pair in trained],
         "tokens_per_s": speed,
-        "seconds_of_steps": run.plan.rows * run.plan.context * run.plan.steps / speed,
+        "seconds_of_steps": run.totals.rows * run.totals.context * run.totals.steps / speed,
         **({"mfu": share} if share else {}),
         "data_wait_s": sum(after["data_wait_s"] for _, after in trained),
         "losses": {line["step"]: round(line["loss"], 4) for line in logged if "loss" in line},

@@ -45,18 +45,18 @@ def train(recipe: Recipe, watch: Callable[[Event], None], until: int | None, alo
     `alone`: processes that do so take turns; the step is compiled before, while another one trains.
     """
     run = prepared.prepare_run(recipe, lambda progress: None, False, spare_cpus=lambda: 0)
-    folder = run.plan.run_folder
+    folder = run.totals.run_folder
     storage.write_bytes(storage.join(folder, RECIPE), run.original.to_yaml().encode())
     tokenizers.save(run.corpus.tokenizer, folder)
     module = engine_of(recipe.engine)
     module.set_up(run.recipe)
-    split = split_batch(run.recipe, run.plan.vocab, module.find_devices(run.recipe))
-    engine, session = module.Engine(run.recipe, run.plan.vocab, accumulation=split.accumulation), TimedSession()
+    split = split_batch(run.recipe, run.totals.vocab, module.find_devices(run.recipe))
+    engine, session = module.Engine(run.recipe, run.totals.vocab, accumulation=split.accumulation), TimedSession()
     if alone:
-        _compile(engine, run.plan.rows, run.plan.context)
+        _compile(engine, run.totals.rows, run.totals.context)
     try:
         with timed_alone() if alone else contextlib.nullcontext():
-            Loop(run.task(None, until), engine, session).run()
+            Loop(run.spec(None, until), engine, session).run()
     except RaygptError as error:
         return error
     for event in session.events:

@@ -21,7 +21,7 @@ from raygpt.errors import RaygptError
 from raygpt.sweep.grid import base_of
 from raygpt.sweep.runner import Leg, Runner, prepare_corpus
 from raygpt.sweep.scaling import claim_ladder, plan_ladder, run_ladder, write_law
-from raygpt.training.plan import in_steps
+from raygpt.training.totals import in_steps
 
 
 def main() -> None:

@@ -63,7 +63,7 @@ def smoke(changes: dict[str, str]) -> dict[str, Any]:
     for line in metrics.read(result.path):
         kept = {key: line[key] for key in ("loss", "val_loss", "tokens_per_s", "data_wait_s") if key in line}
         steps.setdefault(line["step"], {}).update(kept)
-    return {"recipe": RECIPE, "seconds": moments, "streamed": run.plan.train_tokens is None, "steps": steps}
+    return {"recipe": RECIPE, "seconds": moments, "streamed": run.totals.train_tokens is None, "steps": steps}
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def one_run(recipe: str, words: list[str]) -> dict[str, Any]:
         if error := in_process.train(asked, events.append, None, alone=True):
             raise error
     found = measured(events, run, began)
-    return {**found, "tokens": run.plan.rows * run.plan.context * run.plan.steps}
+    return {**found, "tokens": run.totals.rows * run.totals.context * run.totals.steps}
 
 
 def _row(figure: dict[str, Any]) -> list[str]:

@@ -199,8 +199,8 @@ def scaling(
     from raygpt.sweep.ladder import check_length
     from raygpt.sweep.runner import prepare_corpus
     from raygpt.training import prepared
-    from raygpt.training.plan import in_steps
     from raygpt.training.ray import launch
+    from raygpt.training.totals import in_steps
 
     base = base_of(recipe, overrides or [], "scaling", console.note)
     check_length(base)

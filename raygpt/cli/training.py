@@ -90,13 +90,13 @@ def _train(
         if as_json:
             result = launch.train(run, training.show_message, traced, unattended)
             outcome = {"path": result.path, "metrics": result.metrics, "stopped": result.stopped}
-            print_json({**outcome, "plan": run.plan.as_dict()})
+            print_json({**outcome, "plan": run.totals.as_dict()})
         elif run.is_finished:
             result = launch.train(run)
             training.show_finished(run)
         else:
             training.show_plan(run)
-            with training.live_progress(run.plan.steps) as watch:
+            with training.live_progress(run.totals.steps) as watch:
                 result = launch.train(run, watch, traced, unattended)
             if result.stopped is not None:
                 training.show_stopped(result)

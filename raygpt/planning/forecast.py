@@ -15,7 +15,7 @@ from raygpt.planning.memory import Memory, step_memory
 from raygpt.planning.split import Split, split_batch
 from raygpt.planning.step_time import StepTime, step_time
 from raygpt.planning.target import Target, devices_on, precision_on
-from raygpt.training.plan import in_steps
+from raygpt.training.totals import in_steps
 
 START_S = 60.0  # Ray, compiling, the first batch
 CHECKPOINT_BANDWIDTH = 1e9  # bytes/s to a disk or an object store, assumed

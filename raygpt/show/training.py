@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 def show_plan(run: "Prepared") -> None:
     """Every number of a run, and the start of its first batch."""
-    out.print(table_of([(label, relative_path(value)) for label, value in run.plan.lines()]))
+    out.print(table_of([(label, relative_path(value)) for label, value in run.totals.lines()]))
     for store in run.corpus.stores:
         show_notes(store.index.notes)
     (row,) = run.feed.rows(0, [0])
     text = run.corpus.tokenizer.decode(row.tolist())
-    out.print(f"\n[bold]batch 0, row 0 of {run.plan.rows}[/] [dim]{' '.join(map(str, row[:8].tolist()))} …[/]")
+    out.print(f"\n[bold]batch 0, row 0 of {run.totals.rows}[/] [dim]{' '.join(map(str, row[:8].tolist()))} …[/]")
     out.print(f"{escape(clip(text, 240))}\n", soft_wrap=True)
 
 
@@ -143,8 +143,8 @@ def _score(name: str, value: float) -> str:
 def show_finished(run: "Prepared") -> None:
     """The run was already finished."""
     out.print(
-        f"{escape(relative_path(run.plan.run_folder))} is trained to step {run.after} already. Set training.steps (or "
-        f"epochs) higher to go on, or run.name={escape(free_name(run.plan.run_folder))} to begin another run.",
+        f"{escape(relative_path(run.totals.run_folder))} is trained to step {run.after} already. Set training.steps "
+        f"(or epochs) higher to go on, or run.name={escape(free_name(run.totals.run_folder))} to begin another run.",
         soft_wrap=True,
     )
 

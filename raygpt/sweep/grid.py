@@ -25,8 +25,8 @@ from raygpt.sweep.optimum import Compared, Fit, fit
 from raygpt.sweep.rounds import Round, best, cooled, rounds_of, share
 from raygpt.sweep.runner import Leg, Runner
 from raygpt.sweep.values import Axis, Trial, trials_of, typed
-from raygpt.training.plan import in_steps
 from raygpt.training.prepared import run_folder_of
+from raygpt.training.totals import in_steps
 
 ANSWER, BEST = "sweep.json", "best.yaml"
 # A trial needs no checkpoint but the newest: to go on, and for its forks.

@@ -12,7 +12,7 @@ from raygpt.evaluation import prompts, tasks
 from raygpt.runs import checkpoints, records
 from raygpt.training.events import Sampled, Validated
 from raygpt.training.session import Session, write_or_warn
-from raygpt.training.task import Task
+from raygpt.training.spec import RunSpec
 
 
 class InTraining(NamedTuple):
@@ -26,9 +26,9 @@ class InTraining(NamedTuple):
 class Evaluation:
     """Evaluates states of one run; all workers do the same."""
 
-    def __init__(self, task: Task, engine: Engine, session: Session):
-        self._task, self._engine, self._session = task, engine, session
-        self._training = task.recipe.training
+    def __init__(self, spec: RunSpec, engine: Engine, session: Session):
+        self._spec, self._engine, self._session = spec, engine, session
+        self._training = spec.recipe.training
 
     def run(self, state: Any, step: int, after_part: Callable[[], None] = lambda: None) -> None:
         """Evaluate a step's state and record the results. `after_part` is called after every part, in all workers."""
@@ -49,33 +49,33 @@ class Evaluation:
         """Mean over the validation set, or `eval_rows` of its rows, evenly spaced; None without a validation set."""
         losses = []
         context, rows = self._engine.context, self._engine.micro_rows
-        for windows in val_windows(self._task.val, context, rows, self._training.eval_rows):
+        for windows in val_windows(self._spec.val, context, rows, self._training.eval_rows):
             losses.append(self._engine.window_losses(state, windows))
             part_done()
         return float(np.concatenate(losses).mean(dtype=np.float64)) if losses else None
 
     def _task_scores(self, state: Any, part_done: Callable[[], None]) -> dict[str, float]:
         """Scores of the recipe's tasks by metric name: lambada_acc, lambada_perplexity and so on."""
-        model = InTraining(self._task.tokenizer, self._engine, state)
+        model = InTraining(self._spec.tokenizer, self._engine, state)
         found: dict[str, float] = {}
-        for name, items in self._task.eval_items.items():
+        for name, items in self._spec.eval_items.items():
             result = tasks.evaluate(model, name, items, lambda done, total: part_done())
             found |= {f"{name}_{key}": result[key] for key in tasks.TASKS[name].figures}
         return found
 
     def _keep_loss(self, step: int, loss: float | None) -> None:
         """Record the loss beside the checkpoints; it decides which of them are kept."""
-        checkpoints.write_val_loss(self._task.run_folder, step, loss)
-        checkpoints.prune(self._task.run_folder, self._task.recipe.run, step)
+        checkpoints.write_val_loss(self._spec.run_folder, step, loss)
+        checkpoints.prune(self._spec.run_folder, self._spec.recipe.run, step)
 
     def _sample(self, state: Any, step: int) -> None:
         """Generate a text from each of the recipe's prompts, always with the same seed."""
-        recipe_prompts, tokenizer = self._training.prompts, self._task.tokenizer
+        recipe_prompts, tokenizer = self._training.prompts, self._spec.tokenizer
         texts = prompts.write(self._engine, state, tokenizer, recipe_prompts, self._training.seed)
         for sample in records.samples_of(step, texts, recipe_prompts):
             self._session.emit(Sampled(**sample))
         write_or_warn(
             self._session,
             f"the samples of step {step}",
-            lambda: records.keep_sample(self._task.run_folder, step, *texts, prompts=recipe_prompts),
+            lambda: records.keep_sample(self._spec.run_folder, step, *texts, prompts=recipe_prompts),
         )

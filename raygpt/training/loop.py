@@ -28,7 +28,7 @@ from raygpt.training.prefetch import prefetch
 from raygpt.training.profiling import Profile
 from raygpt.training.saving import Saving
 from raygpt.training.session import Orders, Session, write_or_warn
-from raygpt.training.task import Task
+from raygpt.training.spec import RunSpec
 
 AHEAD = 2  # batches on the device before they are needed
 
@@ -38,18 +38,18 @@ class EvaluationStoppedError(Exception):
 
 
 class Loop:
-    """Trains one task on one engine."""
+    """Trains one run on one engine."""
 
-    def __init__(self, task: Task, engine: Engine, session: Session):
-        self._task, self._engine, self._session = task, engine, session
-        self._training, self._steps = task.recipe.training, task.recipe.steps
-        self._last = min(task.until or self._steps, self._steps)  # the schedule is that of all steps
+    def __init__(self, spec: RunSpec, engine: Engine, session: Session):
+        self._spec, self._engine, self._session = spec, engine, session
+        self._training, self._steps = spec.recipe.training, spec.recipe.steps
+        self._last = min(spec.until or self._steps, self._steps)  # the schedule is that of all steps
         self._save_every, self._eval_every = int(self._training.checkpoint_every), int(self._training.eval_every)
         self._about = engine.describe()
         self._divergence = DivergenceCheck(self._training, session.warn)
         self._log = MetricsLog(self._record)
-        self._saving = Saving(task, engine, session, self._before_commit)
-        self._evaluation = Evaluation(task, engine, session)
+        self._saving = Saving(spec, engine, session, self._before_commit)
+        self._evaluation = Evaluation(spec, engine, session)
         self._polling = Polling(session)
         self._profile = self._make_profile()
         self._is_save_ordered = False  # until a save has begun
@@ -88,12 +88,12 @@ class Loop:
 
     def _begin(self) -> tuple[Any, int]:
         """The first state and its step: from the newest complete checkpoint, another run's, or newly initialised."""
-        about, folder = {**self._about, "workers": str(self._session.workers)}, self._task.run_folder
+        about, folder = {**self._about, "workers": str(self._session.workers)}, self._spec.run_folder
         self._session.emit(Started(about))
         write_or_warn(self._session, "what it runs on", lambda: records.write_about(folder, about))
         self._session.rest()  # fetching may take any time; storage has its own time limits
         checkpoint = self._newest()
-        source = checkpoint or self._task.start_from
+        source = checkpoint or self._spec.start_from
         step = source.step if source else 0
         is_due = self._is_evaluated(step) or checkpoint is None
         if is_due:  # unless it has been evaluated: a run may have been killed between saving and validating
@@ -113,22 +113,22 @@ class Loop:
         """The run's newest complete checkpoint. Only rank 0 searches: verifying the checksums reads all of it."""
 
         def find() -> int:
-            found, warnings = checkpoints.newest_intact(self._task.run_folder)
+            found, warnings = checkpoints.newest_intact(self._spec.run_folder)
             for warning in warnings:
                 self._session.warn(warning)
             with contextlib.suppress(OSError, RaygptError):
-                checkpoints.remove_unfinished(self._task.run_folder)
+                checkpoints.remove_unfinished(self._spec.run_folder)
             return found.step if found else -1
 
         step = self._session.decide(find)
-        return None if step < 0 else Checkpoint(step, checkpoints.folder_of(self._task.run_folder, step))
+        return None if step < 0 else Checkpoint(step, checkpoints.folder_of(self._spec.run_folder, step))
 
     def _restore(self, checkpoint: Checkpoint, folder: str) -> Any:
         """The state of a checkpoint with its files in `folder`; the other engine's is converted by plain arrays."""
         writer = checkpoints.facts(checkpoint)["engine"]
-        if writer == self._task.recipe.engine:
+        if writer == self._spec.recipe.engine:
             return self._engine.restore(folder)
-        model, vocab = self._task.recipe.model, self._task.tokenizer.vocab
+        model, vocab = self._spec.recipe.model, self._spec.tokenizer.vocab
         return self._engine.load(read_plain_state(writer, folder, model, vocab))
 
     # A step
@@ -136,15 +136,15 @@ class Loop:
     def _batches(self, first: int) -> Iterator[Any]:
         """The batches from step `first` on, prefetched. Steps are numbered from 1: step n consumes batch n-1."""
         rows = self._engine.rows
-        self._task.feed.read_ahead(self._session.warn)
-        read = (self._engine.put(self._task.feed.rows(n, rows)) for n in range(first, self._last))
+        self._spec.feed.read_ahead(self._session.warn)
+        read = (self._engine.put(self._spec.feed.rows(n, rows)) for n in range(first, self._last))
         for batch, waited in prefetch(read, AHEAD):
             self._log.data_wait_s += waited
             yield batch
 
     def _step(self, state: Any, step: int, batch: Any) -> tuple[Any, Any]:
         """The new state, and metrics that are still on the device."""
-        self._task.faults.strike(step, self._session.rank)
+        self._spec.faults.strike(step, self._session.rank)
         self._profile.before(step)
         state, metrics = self._engine.step(state, batch)
         self._emit_profile(self._profile.after(step, partial(self._engine.read, metrics)))
@@ -158,8 +158,8 @@ class Loop:
 
     def _make_profile(self) -> Profile:
         """The profiler of the requested steps, in one worker; usually there are none."""
-        steps = self._task.profile if self._session.rank == 0 else None
-        return Profile(*(steps or (0, 0)), self._task.run_folder, self._task.recipe.engine)
+        steps = self._spec.profile if self._session.rank == 0 else None
+        return Profile(*(steps or (0, 0)), self._spec.run_folder, self._spec.recipe.engine)
 
     def _emit_profile(self, file: str | None) -> None:
         if file:
@@ -178,7 +178,7 @@ class Loop:
         steps_per_s = clock.lap(step)
         if steps_per_s:  # none for the first step, which includes compilation
             speed = values["tokens_per_s"] = steps_per_s * self._training.batch_tokens
-            share = mfu(speed, self._task.flops_per_token, self._about["device"], self._engine.device_count)
+            share = mfu(speed, self._spec.flops_per_token, self._about["device"], self._engine.device_count)
             values |= {} if share is None else {"mfu": share}
         self._session.record(StepLogged(step, {**values, "data_wait_s": waited}))
 

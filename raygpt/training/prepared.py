@@ -1,4 +1,4 @@
-"""From a recipe to a run that is ready to start: corpus, plan, and every check that is possible before the start."""
+"""From a recipe to a run that is ready to start: corpus, totals, and every check that is possible before the start."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from raygpt.runs import checkpoints
 from raygpt.runs.checkpoints import Checkpoint
 from raygpt.testing import faults
 from raygpt.training import resume, tracking
-from raygpt.training.plan import Plan, in_steps, make_plan
-from raygpt.training.task import Task
+from raygpt.training.spec import RunSpec
+from raygpt.training.totals import Totals, compute_totals, in_steps
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Prepared:
     recipe: Recipe  # with every length in steps
     original: Recipe  # as it was written, with epochs not converted
     corpus: Mixture
-    plan: Plan
+    totals: Totals
     feed: Feed
     after: int  # the step to resume after; 0 for a new run
     start_from: Checkpoint | None
@@ -37,13 +37,13 @@ class Prepared:
 
     @property
     def is_finished(self) -> bool:
-        return self.after >= self.plan.steps and checkpoints.is_evaluated(self.plan.run_folder, self.after)
+        return self.after >= self.totals.steps and checkpoints.is_evaluated(self.totals.run_folder, self.after)
 
-    def task(self, profile: tuple[int, int] | None, until: int | None = None) -> Task:
-        """The task that its workers get."""
-        folder = self.plan.run_folder
+    def spec(self, profile: tuple[int, int] | None, until: int | None = None) -> RunSpec:
+        """What its workers get."""
+        folder = self.totals.run_folder
         val, struck = tuple(store.val for store in self.corpus.stores), faults.from_environment(folder)
-        return Task(self.recipe, self.feed, val, folder, self.start_from, self.eval_items, profile, until, struck)
+        return RunSpec(self.recipe, self.feed, val, folder, self.start_from, self.eval_items, profile, until, struck)
 
 
 def run_folder_of(recipe: Recipe) -> str:
@@ -70,7 +70,7 @@ def _check_start(recipe: Recipe, force: bool) -> int:
 
 
 def prepare_run(recipe: Recipe, watch: Watch, force: bool, spare_cpus: Callable[[], float]) -> Prepared:
-    """Prepare the corpus, or start to; compute the plan; refuse what cannot work.
+    """Prepare the corpus, or start to; compute the totals; refuse what cannot work.
 
     `spare_cpus` returns how many CPUs the workers leave for tokenising during training.
     """
@@ -83,7 +83,7 @@ def prepare_run(recipe: Recipe, watch: Watch, force: bool, spare_cpus: Callable[
         feed = corpus.feed(context=context, batch_rows=recipe.rows, order=recipe.data.order, seed=seed)
         feed.rows(0)  # refuses a corpus that is too short, or of another tokenizer
         known = in_steps(recipe, corpus.windows(context))
-        plan = make_plan(
+        totals = compute_totals(
             known,
             vocab=corpus.tokenizer.vocab,
             train_tokens=corpus.train_tokens,
@@ -93,14 +93,14 @@ def prepare_run(recipe: Recipe, watch: Watch, force: bool, spare_cpus: Callable[
         prompts.encode(corpus.tokenizer, known.training.prompts, context)  # refuses prompts that cannot be continued
         tokenizer = tokenizers.fingerprint(corpus.tokenizer)
         resume.check_text(folder, after, tokenizer, [stream.index.fingerprint for stream in feed.streams], force)
-        if after >= plan.steps:  # finished, if its last checkpoint is complete
+        if after >= totals.steps:  # finished, if its last checkpoint is complete
             found, _ = checkpoints.newest_intact(folder)
             after = found.step if found else 0
         start_from = resume.fork(known, home, tokenizer, after)
     except BaseException:
         corpus.close()
         raise
-    return Prepared(known, recipe, corpus, plan, feed, after, start_from, eval_items)
+    return Prepared(known, recipe, corpus, totals, feed, after, start_from, eval_items)
 
 
 def _open_corpus(recipe: Recipe, stores: str, watch: Watch, spare_cpus: Callable[[], float]) -> Mixture:

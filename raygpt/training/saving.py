@@ -20,7 +20,7 @@ from raygpt.errors import RaygptError, StorageError, TransientError, first_line
 from raygpt.runs import checkpoints
 from raygpt.training.events import CheckpointSaved
 from raygpt.training.session import Session
-from raygpt.training.task import Task
+from raygpt.training.spec import RunSpec
 
 PATIENCE_S = 5.0  # how long a save, and with it training, waits for the previous one; then the save is skipped
 HEARTBEAT_S = 5.0  # between two heartbeats while waiting for the last save
@@ -34,9 +34,9 @@ Check = Callable[[int, dict[str, float]], None]
 class Saving:
     """Saves the checkpoints of one run. `check` raises if a step's metrics show that its state has diverged."""
 
-    def __init__(self, task: Task, engine: Engine, session: Session, check: Check):
-        self._task, self._engine, self._session, self._check = task, engine, session, check
-        self._limit = task.recipe.run.failed_saves
+    def __init__(self, spec: RunSpec, engine: Engine, session: Session, check: Check):
+        self._spec, self._engine, self._session, self._check = spec, engine, session, check
+        self._limit = spec.recipe.run.failed_saves
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._begun, self._step = 0.0, -1  # when the last save began, and its step
@@ -51,7 +51,7 @@ class Saving:
         if self._thread:
             self._thread.join()  # rank 0's thread has ended, so this one is about to
         self._begun, self._step = time.monotonic(), step
-        parts, rank = checkpoints.parts_of(self._task.run_folder), self._session.rank
+        parts, rank = checkpoints.parts_of(self._spec.run_folder), self._session.rank
         part = parts / f"step-{step:08d}-{rank}"
         error: BaseException | None = None
         try:
@@ -101,7 +101,7 @@ class Saving:
     def _is_free(self, step: int, is_end: bool) -> bool:
         """Rank 0: whether the previous save is finished in all processes; waits for it a limited time."""
         if self._thread:
-            self._thread.join(min(PATIENCE_S, (self._task.recipe.training.hang_after or PATIENCE_S) / 2))
+            self._thread.join(min(PATIENCE_S, (self._spec.recipe.training.hang_after or PATIENCE_S) / 2))
         self.raise_error()
         if self._is_busy() and not is_end:
             self._session.warn(f"the checkpoint of step {step} is skipped: the one before it is still being written")
@@ -111,7 +111,7 @@ class Saving:
         """Rank 0: prepare the checkpoint's folder; False if the storage fails."""
         self._session.expect(step)
         try:
-            checkpoints.make_room(self._task.run_folder, step)
+            checkpoints.make_room(self._spec.run_folder, step)
         except (OSError, RaygptError) as error:
             self._fail(step, str(error))
             return False
@@ -123,8 +123,8 @@ class Saving:
             if error:
                 raise error
             self._engine.wait_for_save()
-            self._task.faults.strike(step, self._session.rank, "save")
-            files = checkpoints.publish(part, checkpoints.folder_of(self._task.run_folder, step))
+            self._spec.faults.strike(step, self._session.rank, "save")
+            files = checkpoints.publish(part, checkpoints.folder_of(self._spec.run_folder, step))
             self._session.add_part(step, {"files": files})
         except Exception as raised:
             self._session.add_part(step, {"error": _reason(raised)})
@@ -151,10 +151,10 @@ class Saving:
         return parts
 
     def _commit(self, step: int, files: dict[str, Any]) -> None:
-        folder = checkpoints.folder_of(self._task.run_folder, step)
+        folder = checkpoints.folder_of(self._spec.run_folder, step)
         self._session.flush()  # a resumed run does not log the metrics up to this step again
         try:
-            checkpoints.commit(folder, step, self._task.facts, files)
+            checkpoints.commit(folder, step, self._spec.facts, files)
         except (OSError, RaygptError) as error:
             self._fail(step, str(error))
             return
@@ -166,7 +166,7 @@ class Saving:
 
     def _prune(self, step: int) -> None:
         try:
-            checkpoints.prune(self._task.run_folder, self._task.recipe.run, step)
+            checkpoints.prune(self._spec.run_folder, self._spec.recipe.run, step)
         except (OSError, RaygptError) as error:
             self._session.warn(f"older checkpoints could not be deleted ({error})")
 

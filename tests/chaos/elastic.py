@@ -148,7 +148,7 @@ def main(engine, precision, folder, *sizes):
             seen = workers()
             wait_for_batches(batches_given(folder) + STEPS_EACH)
         if thread.is_alive():
-            ask_to_stop(run.plan.run_folder)
+            ask_to_stop(run.totals.run_folder)
             thread.join(120)
         result = results[0]
         if result.error:

@@ -13,7 +13,7 @@ from raygpt.recipes import load_recipe  # noqa: E402
 from raygpt.testing.session import LocalSession  # noqa: E402
 from raygpt.training.events import Resumed, StepLogged, Validated  # noqa: E402
 from raygpt.training.loop import Loop  # noqa: E402
-from raygpt.training.task import Task  # noqa: E402
+from raygpt.training.spec import RunSpec  # noqa: E402
 
 CONTEXT, ROWS = 16, 4
 PATTERN = np.frombuffer(b"the cat sat on the mat; ", dtype=np.uint8)
@@ -40,8 +40,8 @@ def train(tmp_path):
             },
         )
         feed = Feed([opened.train], context=CONTEXT, batch_rows=ROWS, seed=recipe.training.seed)
-        task, session = Task(recipe, feed, (opened.val,), str(tmp_path / name)), LocalSession()
-        Loop(task, TorchEngine(recipe, task.tokenizer.vocab, device="cpu"), session).run()
+        spec, session = RunSpec(recipe, feed, (opened.val,), str(tmp_path / name)), LocalSession()
+        Loop(spec, TorchEngine(recipe, spec.tokenizer.vocab, device="cpu"), session).run()
         return {event.step: event.loss for event in session.events if isinstance(event, StepLogged)}, session.events
 
     return run

@@ -110,14 +110,14 @@ class Here:
     def train(self, recipe, watch, until):
         """The error, if any, as a Runner expects it."""
         run = prepared.prepare_run(recipe, lambda progress: None, False, spare_cpus=lambda: 0)
-        folder, name = run.plan.run_folder, run.recipe.run.name
+        folder, name = run.totals.run_folder, run.recipe.run.name
         storage.write_bytes(storage.join(folder, RECIPE), run.original.to_yaml().encode())
         tokenizers.save(run.corpus.tokenizer, folder)
         is_killed = self.killed_after is not None and len(self.trained) == self.killed_after
-        task = run.task(None, until if not is_killed else run.after + 7)
+        spec = run.spec(None, until if not is_killed else run.after + 7)
         session = LocalSession()
         try:
-            Loop(task, Bigrams(run.recipe), session).run()
+            Loop(spec, Bigrams(run.recipe), session).run()
         except DivergedError as error:
             return error
         if is_killed:

@@ -1,4 +1,4 @@
-"""The loop on a small task, in this process, with an engine that computes nothing: for its tests."""
+"""The loop of a small run, in this process, with an engine that computes nothing: for its tests."""
 
 import time
 from pathlib import Path
@@ -17,15 +17,15 @@ from raygpt.training.events import (
     Validated,
 )
 from raygpt.training.loop import Loop
-from raygpt.training.task import Task
+from raygpt.training.spec import RunSpec
 
 CONTEXT, ROWS, VOCAB = 16, 4, 257
 PATTERN = np.frombuffer(b"the cat sat on the mat; ", dtype=np.uint8)  # 24 tokens: no window is like the next
 
 
 @pytest.fixture
-def make_task(tmp_path_factory):
-    """A task on a text that repeats itself, with a validation part of 10 windows and a rest."""
+def make_spec(tmp_path_factory):
+    """The spec of a run on a text that repeats itself, with a validation part of 10 windows and a rest."""
 
     def make(feed=None, **changes):
         store, run = (tmp_path_factory.mktemp(name) for name in ("store", "run"))
@@ -41,7 +41,7 @@ def make_task(tmp_path_factory):
         }
         recipe = load_recipe("gpt2-tiny", {**settings, **changes})
         feed = feed or Feed([opened.train], context=CONTEXT, batch_rows=ROWS, seed=recipe.training.seed)
-        return Task(recipe, feed, (opened.val,), str(run))
+        return RunSpec(recipe, feed, (opened.val,), str(run))
 
     return make
 
@@ -103,10 +103,10 @@ class FakeEngine:
         return {"device": "cpu", "devices": "1"}
 
 
-def run(task, engine, orders=()):
+def run(spec, engine, orders=()):
     """The events of a run: of the start, of train and of validation; others may come between."""
     session = LocalSession(queued_orders=list(orders))
-    Loop(task, engine, session).run()
+    Loop(spec, engine, session).run()
     return session.events
 
 
@@ -143,25 +143,25 @@ def kinds(events):
 
 @pytest.fixture
 def jax_engine():
-    """Of a task, on one device."""
+    """Of a spec, on one device."""
     jax = pytest.importorskip("jax")
     from raygpt.engines.jax.engine import JaxEngine
 
     jax.config.update("jax_disable_most_optimizations", True)
-    yield lambda task: JaxEngine(task.recipe, VOCAB, devices=jax.devices()[:1])
+    yield lambda spec: JaxEngine(spec.recipe, VOCAB, devices=jax.devices()[:1])
     jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
 def make_engine(jax_engine):
-    """Of a task, by its recipe."""
+    """Of a spec, by its recipe."""
 
-    def make(task):
-        if task.recipe.engine == "jax":
-            return jax_engine(task)
+    def make(spec):
+        if spec.recipe.engine == "jax":
+            return jax_engine(spec)
         pytest.importorskip("torch", reason="needs the extra torch")
         from raygpt.engines.torch.engine import TorchEngine
 
-        return TorchEngine(task.recipe, vocab=VOCAB)
+        return TorchEngine(spec.recipe, vocab=VOCAB)
 
     return make

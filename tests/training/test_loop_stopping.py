@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from small_loop import FakeEngine, kinds, make_task, of, run, steps_of, texts_of  # noqa: F401
+from small_loop import FakeEngine, kinds, make_spec, of, run, steps_of, texts_of  # noqa: F401
 
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
@@ -21,24 +21,24 @@ from raygpt.training.session import Orders
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_a_number_ends_the_run_and_leaves_the_checkpoints_before_it(make_task, bad):
-    task = make_task(**{"training.checkpoint_every": 2})
+def test_a_loss_that_is_not_a_number_ends_the_run_and_leaves_the_checkpoints_before_it(make_spec, bad):
+    spec = make_spec(**{"training.checkpoint_every": 2})
     losses = dict.fromkeys(range(6, 11), bad)  # as it goes: what is not a number stays so
     with pytest.raises(RaygptError, match=r"not a number any more at step 6 .*on_nan: skip"):
-        run(task, FakeEngine(losses=losses))
-    found, warnings = checkpoints.newest_intact(task.run_folder)
+        run(spec, FakeEngine(losses=losses))
+    found, warnings = checkpoints.newest_intact(spec.run_folder)
     assert (found.step, warnings) == (4, [])
 
 
-def test_a_bad_step_that_is_not_logged_is_found_before_its_checkpoint_counts(make_task):
-    task = make_task(**{"training.checkpoint_every": 5, "training.log_every": 100, "training.eval_every": 100})
+def test_a_bad_step_that_is_not_logged_is_found_before_its_checkpoint_counts(make_spec):
+    spec = make_spec(**{"training.checkpoint_every": 5, "training.log_every": 100, "training.eval_every": 100})
     with pytest.raises(RaygptError, match="at step 5 "):
-        run(task, FakeEngine(losses={5: float("nan")}))
-    assert checkpoints.newest_intact(task.run_folder)[0] is None
+        run(spec, FakeEngine(losses={5: float("nan")}))
+    assert checkpoints.newest_intact(spec.run_folder)[0] is None
 
 
 @pytest.mark.parametrize(("skipped", "ends"), [(0.0, True), (1.0, False)])
-def test_a_gradient_that_overflows_ends_the_run_unless_its_step_was_left_out_as_in_fp16(make_task, skipped, ends):
+def test_a_gradient_that_overflows_ends_the_run_unless_its_step_was_left_out_as_in_fp16(make_spec, skipped, ends):
     class Overflowing(FakeEngine):
         def read(self, metrics):
             said = super().read(metrics)
@@ -46,67 +46,67 @@ def test_a_gradient_that_overflows_ends_the_run_unless_its_step_was_left_out_as_
 
     expected = pytest.raises(RaygptError, match="at step 6 ") if ends else contextlib.nullcontext()
     with expected:
-        run(make_task(), Overflowing())
+        run(make_spec(), Overflowing())
 
 
-def test_bad_steps_that_the_engine_leaves_out_do_not_end_the_run(make_task):
-    events = run(make_task(**{"training.on_nan": "skip"}), FakeEngine(losses={6: float("nan")}))
+def test_bad_steps_that_the_engine_leaves_out_do_not_end_the_run(make_spec):
+    events = run(make_spec(**{"training.on_nan": "skip"}), FakeEngine(losses={6: float("nan")}))
     assert kinds(events)[-1] == ("val", 10)
 
 
 @pytest.mark.parametrize(("policy", "warns", "ends"), [("warn", True, False), ("stop", False, True)])
-def test_a_spike_is_told_of_or_ends_the_run(make_task, policy, warns, ends):
+def test_a_spike_is_told_of_or_ends_the_run(make_spec, policy, warns, ends):
     engine = FakeEngine(spikes=dict.fromkeys(range(5, 11), 2.0))
     expected = (
         pytest.raises(RaygptError, match=r"before step 6; .*on_spike: skip") if ends else contextlib.nullcontext()
     )
     events = []
     with expected:
-        events = run(make_task(**{"training.on_spike": policy}), engine)
+        events = run(make_spec(**{"training.on_spike": policy}), engine)
     told = texts_of(events, Warned)
     assert told == (
         ["loss or gradient norm was 6 standard deviations above what is usual in 2 of the steps up to 6"] * warns
     )
 
 
-def test_spikes_that_a_restored_state_has_counted_are_no_news(make_task):
+def test_spikes_that_a_restored_state_has_counted_are_no_news(make_spec):
     changes = {"training.on_spike": "stop", "training.checkpoint_every": 4}
-    task = make_task(**changes, **{"training.steps": 8})
-    run(task, FakeEngine())
-    longer = replace(task, recipe=load_recipe("gpt2-tiny", {**task.recipe.to_dict(), "training.steps": 12}))
+    spec = make_spec(**changes, **{"training.steps": 8})
+    run(spec, FakeEngine())
+    longer = replace(spec, recipe=load_recipe("gpt2-tiny", {**spec.recipe.to_dict(), "training.steps": 12}))
     events = run(longer, FakeEngine(spikes=dict.fromkeys(range(1, 13), 3.0)))
     assert events[-1] == Finished(12)
 
 
-def test_a_state_that_a_spike_has_spoilt_is_not_saved_where_one_is_to_stop_at_it(make_task):
-    task = make_task(**{"training.on_spike": "stop", "training.checkpoint_every": 2, "training.log_every": 10})
+def test_a_state_that_a_spike_has_spoilt_is_not_saved_where_one_is_to_stop_at_it(make_spec):
+    spec = make_spec(**{"training.on_spike": "stop", "training.checkpoint_every": 2, "training.log_every": 10})
     with pytest.raises(RaygptError, match="standard deviations above what is usual, at or before step 6"):
-        run(task, FakeEngine(step_s=0.05, spikes=dict.fromkeys(range(5, 11), 1.0)))
-    assert checkpoints.newest_intact(task.run_folder)[0].step == 4
+        run(spec, FakeEngine(step_s=0.05, spikes=dict.fromkeys(range(5, 11), 1.0)))
+    assert checkpoints.newest_intact(spec.run_folder)[0].step == 4
 
 
 # Stopping, and saving when it is asked for
 
 
-def test_a_run_that_is_told_to_stop_saves_and_goes_on_from_there(make_task):
-    task = make_task(**{"training.checkpoint_every": 100, "training.eval_every": 100})
-    events = run(task, FakeEngine(), [Orders(), Orders(), Orders(stop=True)])  # asked after steps 2, 3 and 6
+def test_a_run_that_is_told_to_stop_saves_and_goes_on_from_there(make_spec):
+    spec = make_spec(**{"training.checkpoint_every": 100, "training.eval_every": 100})
+    events = run(spec, FakeEngine(), [Orders(), Orders(), Orders(stop=True)])  # asked after steps 2, 3 and 6
     assert events[-1] == Stopped(6)
-    assert checkpoints.newest_intact(task.run_folder)[0].step == 6
+    assert checkpoints.newest_intact(spec.run_folder)[0].step == 6
     engine = FakeEngine()
-    assert run(task, engine)[-1] == Finished(10)
+    assert run(spec, engine)[-1] == Finished(10)
     assert len(engine.batches) == 4
 
 
-def test_a_validation_that_a_stop_left_out_is_made_up_for(make_task):
-    task = make_task(**{"training.eval_every": 3})
-    assert ("val", 3) not in kinds(run(task, FakeEngine(), [Orders(), Orders(stop=True)]))
-    assert ("val", 3) in kinds(run(task, FakeEngine()))
+def test_a_validation_that_a_stop_left_out_is_made_up_for(make_spec):
+    spec = make_spec(**{"training.eval_every": 3})
+    assert ("val", 3) not in kinds(run(spec, FakeEngine(), [Orders(), Orders(stop=True)]))
+    assert ("val", 3) in kinds(run(spec, FakeEngine()))
 
 
-def test_a_checkpoint_is_saved_when_it_is_asked_for_and_training_goes_on(make_task):
-    task = make_task(**{"training.checkpoint_every": 100})
-    events = run(task, FakeEngine(), [Orders(), Orders(save=True)])
+def test_a_checkpoint_is_saved_when_it_is_asked_for_and_training_goes_on(make_spec):
+    spec = make_spec(**{"training.checkpoint_every": 100})
+    events = run(spec, FakeEngine(), [Orders(), Orders(save=True)])
     assert steps_of(events, CheckpointSaved) == [3, 10]
 
 
@@ -124,19 +124,19 @@ class MidValidation(LocalSession):
 
 
 @pytest.mark.parametrize("every", [100, 4])
-def test_a_validation_is_left_where_all_are_to_stop_and_made_up_for(make_task, every):
-    task, engine = make_task(**{"training.checkpoint_every": every}), FakeEngine()
+def test_a_validation_is_left_where_all_are_to_stop_and_made_up_for(make_spec, every):
+    spec, engine = make_spec(**{"training.checkpoint_every": every}), FakeEngine()
     session = MidValidation(engine, Orders(stop=True))
-    Loop(task, engine, session).run()
+    Loop(spec, engine, session).run()
     assert session.asked == 1
     assert session.events[-1] == Stopped(4)
     assert steps_of(session.events, CheckpointSaved) == [4]  # saved once, before the validation or for the stop
     assert ("val", 4) not in kinds(session.events)
     assert len(engine.scored) == 5
-    assert kinds(run(task, FakeEngine()))[:2] == [("start", None), ("val", 4)]
+    assert kinds(run(spec, FakeEngine()))[:2] == [("start", None), ("val", 4)]
 
 
-def test_a_node_about_to_be_lost_is_saved_for_in_the_midst_of_a_validation(make_task):
+def test_a_node_about_to_be_lost_is_saved_for_in_the_midst_of_a_validation(make_spec):
     class Noting(FakeEngine):
         parts = ()
 
@@ -146,28 +146,28 @@ def test_a_node_about_to_be_lost_is_saved_for_in_the_midst_of_a_validation(make_
 
     engine = Noting()
     session = MidValidation(engine, Orders(save=True, next_poll_in_steps=100))
-    Loop(make_task(**{"training.checkpoint_every": 100}), engine, session).run()
+    Loop(make_spec(**{"training.checkpoint_every": 100}), engine, session).run()
     assert steps_of(session.events, CheckpointSaved) == [4, 10]
     assert engine.parts[0] == 5  # with the third part still to come
     assert ("val", 4) in kinds(session.events)
 
 
-def test_a_request_within_the_validation_of_a_step_that_is_saved_already_is_for_the_next_one(make_task):
-    task, engine = make_task(**{"training.checkpoint_every": 4}), FakeEngine()
+def test_a_request_within_the_validation_of_a_step_that_is_saved_already_is_for_the_next_one(make_spec):
+    spec, engine = make_spec(**{"training.checkpoint_every": 4}), FakeEngine()
     session = MidValidation(engine, Orders(save=True, next_poll_in_steps=100))
-    Loop(task, engine, session).run()
+    Loop(spec, engine, session).run()
     assert steps_of(session.events, CheckpointSaved) == [4, 5, 8, 10]
 
 
-def test_a_run_that_is_to_stop_after_a_step_is_saved_there_and_goes_on_with_the_schedule_of_all_steps(make_task):
-    task, engine = make_task(), FakeEngine()
-    first = run(replace(task, until=7), engine)
+def test_a_run_that_is_to_stop_after_a_step_is_saved_there_and_goes_on_with_the_schedule_of_all_steps(make_spec):
+    spec, engine = make_spec(), FakeEngine()
+    first = run(replace(spec, until=7), engine)
     assert first[-1] == Stopped(7)
     assert kinds(first)[-1] == ("train", 7)
-    assert checkpoints.find_newest(task.run_folder).step == 7
+    assert checkpoints.find_newest(spec.run_folder).step == 7
     assert len(engine.batches) == 7
     again = FakeEngine()
-    assert run(task, again)[-1] == Finished(10)
+    assert run(spec, again)[-1] == Finished(10)
     assert len(again.batches) == 3
 
 
@@ -186,18 +186,18 @@ class Asked(LocalSession):
         return super().orders(steps_per_s)
 
 
-def test_orders_say_when_the_next_poll_is_due_at_the_latest(make_task):
-    task = make_task(**{"training.log_every": 4, "training.steps": 12, "training.checkpoint_every": 100})
+def test_orders_say_when_the_next_poll_is_due_at_the_latest(make_spec):
+    spec = make_spec(**{"training.log_every": 4, "training.steps": 12, "training.checkpoint_every": 100})
     engine = FakeEngine(micro_rows=10)  # a validation of one part, after which nobody asks
     every_third = Orders(next_poll_in_steps=3)
     session = Asked(engine, [every_third, every_third, Orders(save=True, next_poll_in_steps=1), Orders(save=True)])
-    Loop(task, engine, session).run()
+    Loop(spec, engine, session).run()
     assert session.after == [2, 4, 7, 8, 12]  # 4, 8 and 12 are logged
     assert steps_of(session.events, CheckpointSaved) == [7, 8, 12]
 
 
 @pytest.fixture
-def asked_after(make_task, monkeypatch):
+def asked_after(make_spec, monkeypatch):
     """After which of so many steps the workers ask, few being logged; the first ones take these seconds, then each so
     many."""
 
@@ -211,9 +211,9 @@ def asked_after(make_task, monkeypatch):
 
         engine = Timed(micro_rows=10)
         monkeypatch.setattr("raygpt.training.clock.time", SimpleNamespace(perf_counter=lambda: engine.now))
-        task = make_task(**{"training.log_every": 100, "training.steps": steps, "training.eval_every": 100})
+        spec = make_spec(**{"training.log_every": 100, "training.steps": steps, "training.eval_every": 100})
         session = Asked(engine)
-        Loop(task, engine, session).run()
+        Loop(spec, engine, session).run()
         return session.after
 
     return run
@@ -229,7 +229,7 @@ def test_a_few_quick_steps_do_not_put_off_the_next_time(asked_after):
     assert after == [2, 3, 5, 9, 14, 19, 24, 29, 30]  # every 5 s, once that is known
 
 
-def test_within_a_long_validation_orders_are_asked_for_as_often(make_task, monkeypatch):
+def test_within_a_long_validation_orders_are_asked_for_as_often(make_spec, monkeypatch):
     class Timed(FakeEngine):
         now = 0.0
 
@@ -246,5 +246,5 @@ def test_within_a_long_validation_orders_are_asked_for_as_often(make_task, monke
 
     engine, session = Timed(micro_rows=1), Noting()
     monkeypatch.setattr("raygpt.training.clock.time", SimpleNamespace(perf_counter=lambda: engine.now))
-    Loop(make_task(**{"training.steps": 3, "training.log_every": 100}), engine, session).run()
+    Loop(make_spec(**{"training.steps": 3, "training.log_every": 100}), engine, session).run()
     assert session.after == (0, 0, 2, 3, 5, 7, 9)  # after steps 2 and 3, then within the validation

@@ -82,8 +82,8 @@ def train(recipe, watch=lambda event: None):
 def trained_while_tokenised(home, gate, steps):
     """A run that begins before its corpus is tokenised, and the corpus that it says it trained on."""
     run = launch.prepare_run(recipe(home, "streamed", steps))
-    assert run.plan.train_tokens is None
-    assert dict(run.plan.lines())["corpus"] == "tokenised while it trains, 441 to validate"
+    assert run.totals.train_tokens is None
+    assert dict(run.totals.lines())["corpus"] == "tokenised while it trains, 441 to validate"
     was_whole, waits = [], []
 
     def watch(event):
@@ -106,7 +106,7 @@ def on_whole_store(home, data, *settings, **changes):
     """A run on the same corpus after it was tokenised; preparing it finishes the store if training did not need it."""
     whole = launch.prepare_run(recipe(home, *settings, **changes))
     assert is_complete(store_of(home))
-    assert whole.plan.train_tokens == len(whole.corpus.stores[0].train)
+    assert whole.totals.train_tokens == len(whole.corpus.stores[0].train)
     assert data == [whole.corpus.stores[0].index.fingerprint]
     return whole
 

@@ -64,7 +64,7 @@ def prepare_run(
     ensure_shared(prepared.run_folder_of(recipe))
     run = prepared.prepare_run(recipe, watch, force, spare_cpus=workers.spare_cpus)
     try:
-        ensure_room(request_memory(workers, run.recipe, run.plan.vocab))
+        ensure_room(request_memory(workers, run.recipe, run.totals.vocab))
     except RaygptError:
         run.corpus.close()
         raise
@@ -90,7 +90,7 @@ def train(
     `profile` is the first and the last step to trace; `until` a step to stop after. `unattended` waits for what a
     restarted job waits for: nodes that have not joined again, and the lock of a driver that was killed.
     """
-    folder = run.plan.run_folder
+    folder = run.totals.run_folder
     driver = DriverState(watch, metrics.latest(metrics.read(folder)))
     if run.is_finished:
         run.corpus.close()
@@ -104,7 +104,7 @@ def train(
         if changed := resume.changed_rate(folder, run.after, run.recipe):
             driver.warn(changed)
         workers = choose_workers(run.recipe.cluster, run.recipe.engine, driver.warn)
-        workers, mailbox = request_memory(workers, run.recipe, run.plan.vocab), open_mailbox()
+        workers, mailbox = request_memory(workers, run.recipe, run.totals.vocab), open_mailbox()
         with (
             reserved(workers),
             stoppable(folder, lambda: mailbox.request.remote("stop"), driver.add) as poll,
@@ -117,7 +117,7 @@ def train(
 
             trainer = Trainer(
                 work,
-                {"task": run.task(profile, until), "mailbox": mailbox},
+                {"spec": run.spec(profile, until), "mailbox": mailbox},
                 workers,
                 folder,
                 mailbox,

@@ -27,7 +27,7 @@ from raygpt.training.ray.metrics import RayMetrics
 from raygpt.training.ray.scaling import not_shared
 from raygpt.training.ray.session import RaySession
 from raygpt.training.session import Session, write_or_warn
-from raygpt.training.task import Task
+from raygpt.training.spec import RunSpec
 from raygpt.training.tracking import start_tracking
 from raygpt.training.watchdog import Watchdog
 
@@ -36,21 +36,21 @@ LOGS = "logs"
 
 def work(config: dict[str, Any]) -> None:
     """The function that Ray Train runs in each worker."""
-    task: Task = config["task"]
-    _find_run(task.run_folder)
-    log = log_to(task.run_folder, f"worker-{ray.train.get_context().get_world_rank()}.log")
-    watchdog = Watchdog(task.recipe.training.hang_after, log)
-    session = RaySession(task.run_folder, config["mailbox"], watchdog)
+    spec: RunSpec = config["spec"]
+    _find_run(spec.run_folder)
+    log = log_to(spec.run_folder, f"worker-{ray.train.get_context().get_world_rank()}.log")
+    watchdog = Watchdog(spec.recipe.training.hang_after, log)
+    session = RaySession(spec.run_folder, config["mailbox"], watchdog)
     if session.rank == 0:
-        others = {"Ray metrics": partial(RayMetrics, task.run_folder)}
-        session.listen(start_tracking(task.recipe, task.run_folder, session.warn, others))
-    engine = make_engine(task.recipe, task.tokenizer.vocab, session)
-    write_or_warn(session, "its plan", lambda: keep_plan(task, engine.describe()))
+        others = {"Ray metrics": partial(RayMetrics, spec.run_folder)}
+        session.listen(start_tracking(spec.recipe, spec.run_folder, session.warn, others))
+    engine = make_engine(spec.recipe, spec.tokenizer.vocab, session)
+    write_or_warn(session, "its plan", lambda: keep_plan(spec, engine.describe()))
     try:
-        Loop(task, engine, session).run()
+        Loop(spec, engine, session).run()
         if session.rank == 0:
             with contextlib.suppress(OSError, RaygptError):
-                records.write_peak(task.run_folder, devices_of(task.recipe.engine).peak_bytes())
+                records.write_peak(spec.run_folder, devices_of(spec.recipe.engine).peak_bytes())
     except BaseException:
         session.fail()
         raise
@@ -72,15 +72,15 @@ def make_engine(recipe: Recipe, vocab: int, session: Session) -> Engine:
     return engine
 
 
-def keep_plan(task: Task, about: Mapping[str, str]) -> None:
+def keep_plan(spec: RunSpec, about: Mapping[str, str]) -> None:
     """Record what is to be expected of a run on the devices that an engine describes, if they are known."""
     target = found_target(about)
     if target:
-        home = task.run_folder.rstrip("/").rpartition("/")[0]
-        recipe = task.recipe.model_copy(update={"run": task.recipe.run.model_copy(update={"storage": home})})
-        corpus = Corpus(task.tokenizer.vocab, None, sum(map(len, task.val)))
-        devices = engine_of(task.recipe.engine).find_devices(task.recipe)
-        records.write_plan(task.run_folder, forecast(recipe, target, corpus, devices).as_dict())
+        home = spec.run_folder.rstrip("/").rpartition("/")[0]
+        recipe = spec.recipe.model_copy(update={"run": spec.recipe.run.model_copy(update={"storage": home})})
+        corpus = Corpus(spec.tokenizer.vocab, None, sum(map(len, spec.val)))
+        devices = engine_of(spec.recipe.engine).find_devices(spec.recipe)
+        records.write_plan(spec.run_folder, forecast(recipe, target, corpus, devices).as_dict())
 
 
 def log_to(run_folder: str, name: str) -> Path:

@@ -5,7 +5,7 @@ import pytest
 from raygpt.errors import RaygptError
 from raygpt.formatting import size
 from raygpt.recipes import load_recipe
-from raygpt.training.plan import in_steps, make_plan
+from raygpt.training.totals import compute_totals, in_steps
 
 GIB = 2**30
 
@@ -17,13 +17,13 @@ def gpt2(rows=32, **changes):
     )
 
 
-def plan():
+def totals():
     """On 9 million tokens."""
-    return make_plan(gpt2(), vocab=50257, train_tokens=9_000_000, val_tokens=4_000, run_folder="runs/it")
+    return compute_totals(gpt2(), vocab=50257, train_tokens=9_000_000, val_tokens=4_000, run_folder="runs/it")
 
 
 def test_gpt2s_numbers_are_the_published_ones():
-    numbers = plan()
+    numbers = totals()
     assert numbers.parameters == 124_439_808
     assert numbers.flops_per_token == 859_885_056  # 6 · 124,439,808 + 12 · 12 · 768 · 1024
     assert (numbers.rows, numbers.context, numbers.batch_tokens) == (32, 1024, 32_768)
@@ -59,7 +59,7 @@ def test_a_warm_up_that_turns_out_longer_than_the_epochs_is_refused():
 
 
 def test_every_number_has_a_line_that_people_can_read():
-    lines = dict(plan().lines())
+    lines = dict(totals().lines())
     assert lines == {
         "parameters": "124,439,808 with 50,257 tokens in the vocabulary",
         "corpus": "9,000,000 tokens to train on, 4,000 to validate",
@@ -70,7 +70,7 @@ def test_every_number_has_a_line_that_people_can_read():
 
 
 def test_the_plan_as_json_has_what_follows_from_it_too():
-    numbers = plan()
+    numbers = totals()
     values = numbers.as_dict()
     assert values["parameters"] == 124_439_808
     assert (values["batch_tokens"], values["tokens"], values["epochs"]) == (32_768, 32_768_000, numbers.epochs)

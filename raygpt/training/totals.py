@@ -13,7 +13,7 @@ from raygpt.recipes.explain import explain_first
 
 
 @dataclass(frozen=True)
-class Plan:
+class Totals:
     """The numbers of a run that do not depend on the hardware."""
 
     parameters: int
@@ -39,7 +39,7 @@ class Plan:
         return self.tokens / self.train_tokens if self.train_tokens else None
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as JSON values."""
+        """All of them as JSON values."""
         return {**asdict(self), "batch_tokens": self.batch_tokens, "tokens": self.tokens, "epochs": self.epochs}
 
     def lines(self) -> list[tuple[str, str]]:
@@ -78,10 +78,10 @@ def in_steps(recipe: Recipe, windows: int) -> Recipe:
         raise RaygptError(explain_first(error)) from None
 
 
-def make_plan(recipe: Recipe, *, vocab: int, train_tokens: int | None, val_tokens: int, run_folder: str) -> Plan:
-    """The plan of a recipe with its corpus."""
+def compute_totals(recipe: Recipe, *, vocab: int, train_tokens: int | None, val_tokens: int, run_folder: str) -> Totals:
+    """The totals of a recipe with its corpus."""
     description = describe(recipe.model, vocab)
-    return Plan(
+    return Totals(
         parameters=description.count,
         vocab=vocab,
         train_tokens=train_tokens,

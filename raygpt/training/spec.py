@@ -17,7 +17,7 @@ from raygpt.testing.faults import Faults
 
 
 @dataclass(frozen=True, repr=False)
-class Task:
+class RunSpec:
     """A recipe with its corpus and its run directory."""
 
     recipe: Recipe
@@ -32,7 +32,7 @@ class Task:
 
     def __repr__(self) -> str:
         """Short: Ray's dashboard shows it to everyone, and a recipe's runtime_env may hold secrets."""
-        return f"Task({self.run_folder!r})"
+        return f"RunSpec({self.run_folder!r})"
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
