@@ -59,7 +59,7 @@ test-wheel: $(VENV)/installed-dev
 # The tests that touch Ray Train on the second newest minor of Ray that the registry has: what breaks is listed at the
 # end, Ray's private parts by name. Only Ray is installed, beside .venv's packages.
 OTHER_RAY := .venv-ray
-RAY_TESTS ?= $(addprefix tests/training/test_,$(addsuffix .py,ray_private faults_judged mailbox function shards scaling train))
+RAY_TESTS ?= $(addprefix tests/training/test_,$(addsuffix .py,ray_private faults_judged mailbox function datasets scaling train))
 SECOND_MINOR := awk -F'[ ,]+' '/^Available/ { for (i = 3; i <= NF; i++) { split($$i, v, "."); \
 	if (v[2] != last) { last = v[2]; if (++minors == 2) { print $$i; exit } } } }'
 test-ray: $(VENV)/installed-dev

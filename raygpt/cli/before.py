@@ -299,10 +299,10 @@ def data_show(
     as_json: Json = False,
 ) -> None:
     """Print schema and raw rows of a source, or counts, a summary of the documents and decoded rows of a store."""
-    from raygpt.corpus import look
+    from raygpt.corpus import overview
     from raygpt.show import data
 
-    shown = look.look(what, rows=rows, column=column, tokenizer=tokenizer)
+    shown = overview.overview(what, rows=rows, column=column, tokenizer=tokenizer)
     if page:
         data.write_page(shown, page)
     if as_json:

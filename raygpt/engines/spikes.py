@@ -16,7 +16,7 @@ class Spikes(NamedTuple):
     usual_steps: Any  # counted in the statistics
     spikes: Any  # found so far
 
-    def look(self, loss: Any, norm: Any, sigmas: float, xp: Any) -> tuple[Any, "Spikes"]:
+    def check(self, loss: Any, norm: Any, sigmas: float, xp: Any) -> tuple[Any, "Spikes"]:
         """Whether a step is a spike, and the statistics after it; `xp` is jax.numpy or torch.
 
         A spike is counted as the limit itself: a loss that stays high becomes usual in time.

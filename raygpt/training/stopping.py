@@ -30,7 +30,7 @@ def stoppable(
     """Inside the block signals order the workers to save and end. Yields the function that polls for `raygpt stop`."""
     uri = storage.join(run_folder, STOP_FILE)
     requested = threading.Event()
-    looked = signalled = time.monotonic()
+    polled = signalled = time.monotonic()
     unsaid: list[StopRequested] = []  # printed later: a signal may interrupt a print
 
     def ask(who: str, by_signal: bool) -> None:
@@ -47,20 +47,20 @@ def stoppable(
         signalled = time.monotonic()
         ask(f"{signal.Signals(number).name}, once more to stop at once", by_signal=True)
 
-    def look() -> None:
-        nonlocal looked
+    def poll() -> None:
+        nonlocal polled
         while unsaid:
             watch(unsaid.pop(0))
-        if requested.is_set() or time.monotonic() - looked < STOP_POLL_S:
+        if requested.is_set() or time.monotonic() - polled < STOP_POLL_S:
             return
-        looked = time.monotonic()
+        polled = time.monotonic()
         with contextlib.suppress(OSError, RaygptError):
             if storage.exists(uri):
                 storage.delete(uri)
                 ask("stopped by raygpt stop", by_signal=False)
 
     with _handled(on_signal):
-        yield look
+        yield poll
 
 
 def clear_stop_request(run_folder: str) -> None:

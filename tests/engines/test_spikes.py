@@ -34,8 +34,8 @@ class Looking:
         self._array = self._xp.asarray
         self.state = Spikes(*[self._array(0.0)] * len(Spikes._fields))
 
-    def look(self, loss, norm):
-        is_spike, self.state = self.state.look(self._array(loss), self._array(norm), SIGMAS, self._xp)
+    def check(self, loss, norm):
+        is_spike, self.state = self.state.check(self._array(loss), self._array(norm), SIGMAS, self._xp)
         return bool(is_spike)
 
     @property
@@ -50,30 +50,30 @@ def spikes(request):
 
 def test_what_is_usual_is_a_running_mean_and_variance(spikes):
     losses, norms = usual_numbers(180)
-    assert not any(spikes.look(*pair) for pair in zip(losses, norms, strict=True))
+    assert not any(spikes.check(*pair) for pair in zip(losses, norms, strict=True))
     np.testing.assert_allclose(spikes.usual, [*expected(losses), *expected(norms)], rtol=1e-3)
 
 
 @pytest.mark.parametrize("far", [(5.0, 1.0), (3.0, 2.0), (float("inf"), 1.0)])
 def test_what_is_far_above_is_a_spike_and_hardly_changes_what_is_usual(spikes, far):
     for pair in zip(*usual_numbers(SPIKE_STEPS), strict=True):
-        spikes.look(*pair)
+        spikes.check(*pair)
     before = spikes.usual
-    assert spikes.look(*far)
-    assert not spikes.look(3.0, 1.0)
+    assert spikes.check(*far)
+    assert not spikes.check(3.0, 1.0)
     np.testing.assert_allclose(spikes.usual[::2], before[::2], rtol=0.01)
 
 
 def test_nothing_is_a_spike_before_enough_is_known(spikes):
     for pair in zip(*usual_numbers(SPIKE_STEPS - 1), strict=True):
-        spikes.look(*pair)
-    assert not spikes.look(100.0, 100.0)
+        spikes.check(*pair)
+    assert not spikes.check(100.0, 100.0)
 
 
 def test_a_loss_that_stays_high_becomes_usual(spikes):
     for pair in zip(*usual_numbers(SPIKE_STEPS), strict=True):
-        spikes.look(*pair)
-    found = [spikes.look(5.0, 1.0) for _ in range(100)]
+        spikes.check(*pair)
+    found = [spikes.check(5.0, 1.0) for _ in range(100)]
     assert found[0]
     assert not found[-1]
 

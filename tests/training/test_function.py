@@ -13,7 +13,7 @@ from raygpt.corpus.prepare import prepare
 from raygpt.errors import RaygptError
 from raygpt.planning.split import PROCESS_BYTES
 from raygpt.training.ray import function
-from raygpt.training.ray.shards import Rows
+from raygpt.training.ray.datasets import BatchRows
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_ray_splits_a_dataset_and_each_worker_gets_its_rows_of_ours(ray_cluster,
     result = raygpt.run(
         look,
         {"folder": str(tmp_path)},
-        datasets={"numbers": lambda: ray.data.range(40), "rows": Rows(feed, range(3, 6))},
+        datasets={"numbers": lambda: ray.data.range(40), "rows": BatchRows(feed, range(3, 6))},
         cluster={"workers": 2, "accelerator": "cpu"},
         storage_path=str(tmp_path),
         name="run",

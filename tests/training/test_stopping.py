@@ -11,11 +11,11 @@ from raygpt.training.stopping import STOP_FILE, clear_stop_request, stoppable
 
 def test_a_signal_in_the_middle_of_a_line_prints_nothing_into_it(tmp_path):
     said, asked = [], []
-    with stoppable(str(tmp_path), lambda: asked.append("stop"), said.append) as look:
+    with stoppable(str(tmp_path), lambda: asked.append("stop"), said.append) as poll:
         os.kill(os.getpid(), signal.SIGTERM)
         assert asked == ["stop"]  # the workers know at once
         assert said == []
-        look()
+        poll()
     assert said == [
         StopRequested("SIGTERM, once more to stop at once: saving after one of the next steps", by_signal=True)
     ]
@@ -43,11 +43,11 @@ def test_a_request_from_elsewhere_is_found_and_an_old_one_is_forgotten(tmp_path,
     monkeypatch.setattr("raygpt.training.stopping.STOP_POLL_S", 0)
     (tmp_path / STOP_FILE).touch()
     clear_stop_request(str(tmp_path))
-    with stoppable(str(tmp_path), lambda: asked.append("stop"), said.append) as look:
-        look()
+    with stoppable(str(tmp_path), lambda: asked.append("stop"), said.append) as poll:
+        poll()
         assert asked == []
         (tmp_path / STOP_FILE).touch()
-        look()
-        look()
+        poll()
+        poll()
     assert asked == ["stop"]
     assert [event.by_signal for event in said] == [False]

@@ -145,7 +145,7 @@ def make_step(
         good, spikes = finite if scaled or training.on_nan == "skip" else jnp.ones((), bool), state.spikes
         if training.on_spike != "ignore":
             values = loss.astype(jnp.float32), norm.astype(jnp.float32)
-            is_spike, spikes = spikes.look(values[0], values[1], training.spike_sigmas, jnp)
+            is_spike, spikes = spikes.check(values[0], values[1], training.spike_sigmas, jnp)
             good &= ~is_spike if training.on_spike == "skip" else True
 
         direction, slots = optimizer.update(gradients, state.parameters, state.slots, state.updates)

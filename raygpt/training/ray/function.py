@@ -40,8 +40,8 @@ def run(
     and the like work.
 
     `datasets` has a Ray Dataset for each name, or a function that makes one on the run's cluster: Ray splits it, and
-    `ray.train.get_dataset_shard(name)` is a worker's part. `raygpt.training.ray.shards.Rows` instead are rows of a
-    token store's batches, each worker's own, in order.
+    `ray.train.get_dataset_shard(name)` is a worker's part. `raygpt.training.ray.datasets.BatchRows` instead are
+    rows of a token store's batches, each worker's own, in order.
 
     `cluster` has the keys of a recipe's `cluster` except `mesh`: `{"workers": 2, "accelerator": "gpu"}`. `watch` is
     called with what the function reports by `ray.train.report`; the result has the last value of each metric and the

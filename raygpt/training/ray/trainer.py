@@ -17,6 +17,7 @@ from ray.train.v2.api.config import FailureConfig, RunConfig
 from raygpt import storage
 from raygpt.errors import RaygptError, TransientError, first_line
 from raygpt.training.events import Event, GivenUp, Waiting
+from raygpt.training.ray.datasets import BatchRows, RowsByRank
 from raygpt.training.ray.mailbox import this_node_strategy
 from raygpt.training.ray.private import (
     HEALTH_CHECK_INTERVAL_S_ENV_VAR,
@@ -30,7 +31,6 @@ from raygpt.training.ray.private import (
 from raygpt.training.ray.recovery import Recovery, root_cause
 from raygpt.training.ray.resizing import CheckpointBeforeResize, NoAutoscalerPolicy
 from raygpt.training.ray.scaling import Workers, ensure_room, is_our_own
-from raygpt.training.ray.shards import Rows, RowsByRank
 from raygpt.training.ray.waiting import StartWait
 
 POLL_S = 0.2  # between two polls for events
@@ -57,9 +57,9 @@ class Trainer(DataParallelTrainer):
         callbacks: Sequence[Any] = (),
         datasets: Mapping[str, Any] | None = None,
     ):
-        """`datasets` are Ray Datasets by name, functions that make them, or `Rows`."""
+        """`datasets` are Ray Datasets by name, functions that make them, or `BatchRows`."""
         datasets = datasets or {}
-        rows = {name: one for name, one in datasets.items() if isinstance(one, Rows)}
+        rows = {name: one for name, one in datasets.items() if isinstance(one, BatchRows)}
         home, _, name = run_folder.rpartition("/")
         filesystem, path = storage.filesystem(home) if storage.is_remote(home) else (None, home)
         run_config: Any = RunConfig(

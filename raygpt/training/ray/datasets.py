@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """Rows of some batches of a feed, and which of them a rank needs: by default an equal part of each batch."""
 
     feed: Feed
@@ -34,7 +34,7 @@ class RowsByRank(DataConfig):
     which a tensor or context axis needs.
     """
 
-    def __init__(self, rows: Mapping[str, Rows]) -> None:
+    def __init__(self, rows: Mapping[str, BatchRows]) -> None:
         super().__init__()
         self._rows = rows
 

@@ -1,4 +1,4 @@
-"""A look into a source or a store: what there is, and its first rows."""
+"""What `raygpt data show` says of a source or a store: its facts, and its first rows."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raygpt.corpus import documents, summary
-from raygpt.corpus.look import look
+from raygpt.corpus.overview import overview
 from raygpt.corpus.prepare import prepare
 from raygpt.errors import RaygptError
 from raygpt.show.data import write_page
@@ -19,7 +19,7 @@ from raygpt.show.data_page import data_page
 
 
 def shown(what: str | Path, rows: int = 3, column: str = "text", tokenizer: str = "gpt2") -> dict[str, Any]:
-    found = look(str(what), rows, column, tokenizer)
+    found = overview(str(what), rows, column, tokenizer)
     json.dumps(found)  # --json prints it
     return found
 

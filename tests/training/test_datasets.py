@@ -5,7 +5,7 @@ import pytest
 
 from raygpt.corpus.feed import Feed, rows_of_worker
 from raygpt.corpus.prepare import prepare
-from raygpt.training.ray.shards import Rows, RowsByRank
+from raygpt.training.ray.datasets import BatchRows, RowsByRank
 
 CONTEXT, ROWS, BATCHES = 16, 5, range(3, 9)
 
@@ -34,7 +34,7 @@ def train_on_workers(feed, workers, rows_of, folder):
         rows = list(ray.train.get_dataset_shard("train").iter_batches(batch_size=len(config["rows"][rank])))
         np.savez(f"{config['folder']}/{rank}.npz", x=[r["x"] for r in rows], y=[r["y"] for r in rows])
 
-    rows = Rows(feed, BATCHES, rows_of)
+    rows = BatchRows(feed, BATCHES, rows_of)
     DataParallelTrainer(
         loop,
         train_loop_config={"folder": folder, "rows": [rows_of(ROWS, rank, workers) for rank in range(workers)]},

@@ -14,7 +14,7 @@ ROW_TOKENS = 64
 ROW_CHARACTERS = 240
 
 
-def look(what: str, rows: int, column: str, tokenizer: str) -> dict[str, Any]:
+def overview(what: str, rows: int, column: str, tokenizer: str) -> dict[str, Any]:
     """The facts about a source or a store, with its first rows, as JSON values."""
     if is_prepared(what):
         return _store(open_prepared(what, tokenizer), rows)
