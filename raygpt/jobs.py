@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import os
 import platform
 import re
@@ -25,10 +24,11 @@ import yaml
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from raygpt import storage
-from raygpt.config import Cluster, Recipe
+from raygpt.config import Recipe
 from raygpt.deploy.local_files import local_files
 from raygpt.errors import RaygptError, first_line
 from raygpt.ray_private import RAY_JOB_CONFIG_JSON_ENV_VAR
+from raygpt.resources import can_grow, choose_accelerator, describe_workers, no_room, resources_of_worker, room_on
 
 RUN_KEY, NAME_KEY = "raygpt_run", "raygpt_name"  # of a job's metadata
 RECIPE_FILE = "recipe.yaml"
@@ -167,28 +167,21 @@ class JobServer:
                 )
 
     def _check_room(self, recipe: Recipe) -> None:
-        if recipe.cluster.topology or self._has_autoscaler():
+        cluster = recipe.cluster
+        if cluster.topology or self._has_autoscaler():
             return  # slices and nodes to come: Ray Train counts them when the run starts
-        nodes = self._get("/nodes?view=summary")["summary"]
-        alive = [node["raylet"] for node in nodes if node["raylet"].get("state") == "ALIVE"]
-        resources = [node.get("resourcesTotal") or {} for node in alive]
-        wanted, room = _per_worker(recipe.cluster, resources), 0
-        for node in resources:
-            room += min(math.floor(node.get(name, 0) / each) for name, each in wanted.items())
-        if room < recipe.cluster.min_workers:
-            each = ", ".join(f"{amount:g} {name}" for name, amount in wanted.items())
-            remedy = f"write cluster.workers: {room}, or add nodes" if room else "add nodes"
-            raise RaygptError(
-                f"cluster.workers: {recipe.cluster.workers} × {each} do not fit: {self.address} has room for {room} on "
-                f"{len(resources)} {'node' if len(resources) == 1 else 'nodes'}; {remedy}"
-            )
+        found = self._get("/nodes?view=summary")["summary"]
+        alive = [node["raylet"] for node in found if node["raylet"].get("state") == "ALIVE"]
+        nodes = [node.get("resourcesTotal") or {} for node in alive]
+        wanted = resources_of_worker(cluster, choose_accelerator(cluster, recipe.engine, nodes), nodes)
+        room = room_on(nodes, wanted, cluster.accelerator_type)
+        if room < cluster.min_workers:
+            raise RaygptError(no_room(describe_workers(cluster, wanted), room, nodes, wanted, self.address))
 
     def _has_autoscaler(self) -> bool:
-        """As training/ray/scaling.py tells it: where Ray cannot scale, a node's type is the node's id."""
         status = self._get("/api/cluster_status")
         report = (status.get("clusterStatus") or {}).get("autoscalerReport") or {}
-        kinds: dict[str, str] = report.get("nodeTypeMapping") or {}
-        return any(kind != f"node_{node}" for node, kind in kinds.items())
+        return can_grow(report.get("nodeTypeMapping") or {})
 
 
 def stop_this_job() -> None:
@@ -215,19 +208,6 @@ def check_files(recipe: Recipe) -> None:
                 f"{key}: {path} is a file of this machine; put it where all nodes see it and write its absolute path, "
                 "or s3://…"
             )
-
-
-def _per_worker(cluster: Cluster, nodes: list[dict[str, float]]) -> dict[str, float]:
-    """Resources of a worker, as training/ray/scaling.py chooses them: a TPU or a GPU if there is one."""
-    has = {name for node in nodes for name, amount in node.items() if amount}
-    auto = "tpu" if "TPU" in has else "gpu" if "GPU" in has else "cpu"
-    chosen = auto if cluster.accelerator == "auto" else cluster.accelerator
-    defaults: dict[str, dict[str, float]] = {
-        "cpu": {"CPU": 1},
-        "gpu": {"CPU": 1, "GPU": 1},
-        "tpu": {"CPU": 1, "TPU": 1},
-    }
-    return defaults[chosen] | cluster.resources_per_worker
 
 
 def _of_the_run(log: str) -> str:

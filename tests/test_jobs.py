@@ -98,9 +98,14 @@ def test_a_recipe_is_sent_whole_with_this_raygpt_and_found_by_name(server):
         (
             {},
             {"cluster.workers": 3},
-            "cluster.workers: 3 × 1 CPU, 1 GPU do not fit: http://head:8265 has room for 2 on 2",
+            "cluster.workers: 3 × 1 CPU, 1 GPU do not fit: http://head:8265 has room for 2 (2 nodes, 6 CPU, 2 GPU)",
         ),
-        ({"nodes": []}, {}, "has room for 0 on 0 nodes; add nodes"),
+        (
+            {"nodes": [{"CPU": 8.0, "TPU": 4.0}]},
+            {"cluster.workers": 2},
+            "2 × 1 CPU, 4 TPU do not fit: http://head:8265 has room for 1 (1 node, 8 CPU, 4 TPU)",
+        ),
+        ({"nodes": []}, {}, "has room for 0 (0 nodes, no CPU); add nodes"),
         ({}, {"run.storage": "runs"}, "run.storage: runs would be a folder of the job, and deleted with it"),
         ({}, {"data.source": "text.txt"}, "data.source: text.txt is a file of this machine"),
         ({}, {"data.tokenizer": "./mine"}, "data.tokenizer: ./mine is a file of this machine"),

@@ -32,7 +32,7 @@ def test_a_cluster_that_this_process_started_is_our_own_and_no_other(ray_cluster
 @pytest.fixture
 def one_gpu(monkeypatch):
     """A cluster of our own that has a GPU, and engines that cannot use it."""
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2, "GPU": 1})
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2, "GPU": 1}}])
     monkeypatch.setattr(scaling, "is_our_own", lambda: True)
     monkeypatch.setattr(scaling, "for_gpus", lambda engine: f"install {engine} for GPUs")
 

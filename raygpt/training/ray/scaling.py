@@ -1,11 +1,10 @@
 """Translates a recipe's `cluster` for Ray: number and resources of workers, and whether the cluster has them."""
 
 import json
-import math
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray.train.v2.api.config import ScalingConfig
@@ -16,14 +15,22 @@ from raygpt import storage
 from raygpt.config import Cluster
 from raygpt.engines import for_gpus
 from raygpt.errors import RaygptError, TransientError
-from raygpt.formatting import size
 from raygpt.host import cores, host_memory
 from raygpt.planning.split import PROCESS_BYTES
 from raygpt.ray_private import internal_kv_get, is_autoscaler_v2, worker
+from raygpt.resources import (
+    Accelerator,
+    Resources,
+    can_grow,
+    choose_accelerator,
+    describe_nodes,
+    describe_workers,
+    no_room,
+    resources_of_worker,
+    room_on,
+)
 from raygpt.training.ray import runtime_env
 
-Accelerator = Literal["cpu", "gpu", "tpu"]
-Resources = dict[str, float]
 RESIZE_CHECK_S = 30.0  # between two checks for nodes that an elastic run could grow onto
 
 
@@ -38,25 +45,9 @@ class Workers:
     @property
     def resources(self) -> Resources:
         """The resources of one worker."""
-        defaults = self._tpu_host if self.accelerator == "tpu" else {"CPU": 1.0}
-        if self.accelerator == "gpu":
-            defaults["GPU"] = 1
-        if self.accelerator == "cpu":
-            defaults["memory"] = self.memory
-        return defaults | self.cluster.resources_per_worker
-
-    @property
-    def _tpu_host(self) -> Resources:
-        """All chips of one host, by the slice's topology or by what the hosts of this cluster have."""
-        if self.cluster.topology:
-            return dict(self._slice[1])
-        chips = max((node.get("TPU", 0) for node in _nodes()), default=0)
-        if not chips and "TPU" not in self.cluster.resources_per_worker:
-            raise RaygptError(
-                f"cluster.accelerator: tpu is not there, the cluster has {_describe_cluster()}; write "
-                "cluster.accelerator: auto, or cluster.topology and cluster.accelerator_type of a slice that is to come"
-            )
-        return {"CPU": 1, "TPU": chips}
+        if self.accelerator == "tpu" and self.cluster.topology:
+            return dict(self._slice[1]) | self.cluster.resources_per_worker
+        return resources_of_worker(self.cluster, self.accelerator, _nodes(), self.memory)
 
     @property
     def _slice(self) -> tuple[int, Resources]:
@@ -107,10 +98,7 @@ class Workers:
         """How many of these workers would fit on the cluster's nodes if nothing else were running."""
         if self.cluster.topology:
             return self._slice[0] * get_num_tpu_slices(self.cluster.topology, str(self.cluster.accelerator_type))
-        wanted = dict(self.resources)
-        if self.cluster.accelerator_type:
-            wanted[f"accelerator_type:{self.cluster.accelerator_type}"] = 0.001  # as Ray marks such a node
-        return sum(min(math.floor(node.get(name, 0) / each) for name, each in wanted.items()) for node in _nodes())
+        return room_on(_nodes(), self.resources, self.cluster.accelerator_type)
 
     def spare_cpus(self) -> float:
         """CPUs of the cluster that the workers leave to Ray Data."""
@@ -118,11 +106,7 @@ class Workers:
         return sum(node.get("CPU", 0) for node in _nodes()) - taken
 
     def __str__(self) -> str:
-        each = describe_resources(self.resources)
-        kind = f" {self.cluster.accelerator_type}" if self.cluster.accelerator_type else ""
-        return f"{self.cluster.workers} × {each}{kind}" + (
-            f" in {self.cluster.topology}" if self.cluster.topology else ""
-        )
+        return describe_workers(self.cluster, self.resources)
 
 
 def choose_workers(
@@ -130,9 +114,9 @@ def choose_workers(
 ) -> Workers:
     """`auto` takes a TPU or a GPU if the cluster has one (PyTorch: GPUs only). On a cluster that we started, a GPU that
     the installed engine cannot use is left unused, with a warning; other machines are not checked."""
-    available: Resources = ray.cluster_resources()
-    chosen = _best_accelerator(cluster, engine, available) if cluster.accelerator == "auto" else cluster.accelerator
-    is_mine = chosen == "gpu" and bool(available.get("GPU")) and is_our_own()
+    nodes = _nodes()
+    chosen = choose_accelerator(cluster, engine, nodes)
+    is_mine = chosen == "gpu" and any(node.get("GPU") for node in nodes) and is_our_own()
     remedy = for_gpus(engine) if engine and is_mine else None
     if remedy is None:
         return Workers(cluster, chosen)
@@ -140,11 +124,6 @@ def choose_workers(
         raise RaygptError(f"cluster.accelerator: gpu cannot be used by the {engine} installed here; {remedy}")
     warn(f"the GPU of this machine is not used: the {engine} installed here cannot use it; {remedy}")
     return Workers(cluster, "cpu")
-
-
-def _best_accelerator(cluster: Cluster, engine: str | None, available: Resources) -> Accelerator:
-    is_tpu = engine != "torch" and (cluster.topology or available.get("TPU"))
-    return "tpu" if is_tpu else "gpu" if available.get("GPU") else "cpu"
 
 
 def ensure_room(workers: Workers, say: Callable[[str], None] = lambda text: None) -> None:
@@ -155,18 +134,15 @@ def ensure_room(workers: Workers, say: Callable[[str], None] = lambda text: None
     if has_autoscaler():
         say(f"waiting for {workers}: the cluster has room for {room}, and its autoscaler is asked for the rest")
         return
-    otherwise = "add nodes" if workers.accelerator == "cpu" else "add nodes, or write cluster.accelerator: cpu"
-    remedy = f"write cluster.workers: {room}, or add nodes" if room else otherwise
-    has = f"the cluster has room for {room} ({_describe_cluster(*workers.resources)})"
-    raise TransientError(f"cluster.workers: {workers} do not fit: {has}; {remedy}")
+    raise TransientError(no_room(str(workers), room, _nodes(), workers.resources))
 
 
 def ensure_spare_cpus(workers: Workers) -> None:
     """Refuse workers that leave no CPU for Ray Data to read datasets: they would wait for batches for ever."""
     if workers.spare_cpus() < 1 and not has_autoscaler():
         raise RaygptError(
-            f"datasets: {workers} leave Ray Data no CPU ({_describe_cluster()}); write fewer cluster.workers, or let "
-            "functions make the datasets, so that raygpt.run starts a cluster with room for both"
+            f"datasets: {workers} leave Ray Data no CPU ({describe_nodes(_nodes())}); write fewer cluster.workers, or "
+            "let functions make the datasets, so that raygpt.run starts a cluster with room for both"
         )
 
 
@@ -185,14 +161,12 @@ def is_our_own() -> bool:
 def has_autoscaler() -> bool:
     """Whether the cluster can grow by itself.
 
-    Ray's monitor reports on every cluster; where it cannot scale, a node's type is the node's id. Autoscaler v2, which
-    Kubernetes uses, only runs where it can scale.
+    Ray's monitor reports on every cluster. Autoscaler v2, which Kubernetes uses, only runs where it can scale.
     """
     if is_autoscaler_v2(fetch_from_server=True):
         return True
     status = json.loads(internal_kv_get("__autoscaling_status") or "{}")
-    kinds: dict[str, str] = (status.get("autoscaler_report") or {}).get("node_type_mapping") or {}
-    return any(kind != f"node_{node}" for node, kind in kinds.items())
+    return can_grow((status.get("autoscaler_report") or {}).get("node_type_mapping") or {})
 
 
 def ensure_shared(run_folder: str) -> None:
@@ -236,19 +210,3 @@ def alive_nodes() -> list[dict[str, Any]]:
 def _nodes() -> list[Resources]:
     """The resources of every node."""
     return [node["Resources"] for node in alive_nodes()]
-
-
-def _describe_cluster(*wanted: str) -> str:
-    """What the cluster has of CPUs, accelerators and what else is wanted: 2 nodes, 8 CPU, 2 GPU, 14.3 GiB memory."""
-    nodes = _nodes()
-    names = dict.fromkeys(("CPU", "GPU", "TPU", *wanted))
-    totals = {name: sum(node.get(name, 0) for node in nodes) for name in names}
-    counts = describe_resources({name: amount for name, amount in totals.items() if amount})
-    return f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}, {counts or 'no CPU'}"
-
-
-def describe_resources(resources: Resources) -> str:
-    """As people write them: 1 CPU, 2.5 GiB memory."""
-    return ", ".join(
-        f"{size(amount) if name == 'memory' else f'{amount:g}'} {name}" for name, amount in resources.items()
-    )

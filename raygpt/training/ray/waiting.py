@@ -8,8 +8,9 @@ import ray
 from ray.util import placement_group_table
 
 from raygpt.ray_private import actors
+from raygpt.resources import describe_resources
 from raygpt.training.events import Event, FaultHandled, Waiting
-from raygpt.training.ray.scaling import Workers, describe_resources
+from raygpt.training.ray.scaling import Workers
 
 FIRST_S, MORE_RARELY = 10.0, 4  # after 10 s, 40 s, 160 s, …
 WORKER = "RayTrainWorker"  # the class of Ray Train's actors
