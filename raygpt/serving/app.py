@@ -30,7 +30,13 @@ from raygpt.serving.texts import Piece, Request
 
 RETRY_AFTER_S = 1
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]", "testserver")
-ASSETS = {"": "text/html", **dict.fromkeys(("page.js", "models.js"), "text/javascript"), "page.css": "text/css"}
+ASSETS = {  # by path: the file in the package, and its type
+    "": ("serving/assets/page.html", "text/html"),
+    "page.js": ("serving/assets/page.js", "text/javascript"),
+    "models.js": ("serving/assets/models.js", "text/javascript"),
+    "page.css": ("serving/assets/page.css", "text/css"),
+    "colours.css": ("assets/colours.css", "text/css"),  # those of the reports
+}
 
 
 class Backend(Protocol):
@@ -84,7 +90,7 @@ def make_app(models: Sequence[Model], key: str | None = None, limits: Limits | N
         Route("/losses", server.losses),
         Route("/metrics", server.metrics),
         Route("/health", server.health),
-        *(Route(f"/{name}", _asset(name, kind)) for name, kind in ASSETS.items()),
+        *(Route(f"/{name}", _asset(*asset)) for name, asset in ASSETS.items()),
     ]
     app = Starlette(routes=routes, exception_handlers={RefusedError: _refused, HTTPException: _http_error})
     app.add_middleware(Guard, key=key)
@@ -301,13 +307,10 @@ SAFE = {
 }
 
 
-def _asset(name: str, kind: str) -> Callable[[HttpRequest], Awaitable[Response]]:
+def _asset(file: str, kind: str) -> Callable[[HttpRequest], Awaitable[Response]]:
     async def serve(http: HttpRequest) -> Response:
-        package = resources.files("raygpt")
-        files = [package / "serving" / "assets" / (name or "page.html")]
-        if name == "page.css":
-            files.insert(0, package / "assets" / "colours.css")  # those of the reports
-        return Response("".join(file.read_text("utf-8") for file in files), media_type=kind, headers=SAFE)
+        text = (resources.files("raygpt") / file).read_text("utf-8")
+        return Response(text, media_type=kind, headers=SAFE)
 
     return serve
 

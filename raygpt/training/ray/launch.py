@@ -18,7 +18,7 @@ from raygpt.runs.lock import locked
 from raygpt.runs.metrics import Line
 from raygpt.runs.records import Outcome, write_result
 from raygpt.training import prepared, resume
-from raygpt.training.events import Event, StepLogged, Stopped, StopRequested, Validated, Waiting, Warned
+from raygpt.training.events import Event, StepLogged, Stopped, StopRequested, Validated, Warned
 from raygpt.training.prepared import Prepared
 from raygpt.training.ray import runtime_env
 from raygpt.training.ray.backend import backend_for
@@ -59,7 +59,7 @@ def prepare_run(
     # Before the corpus is prepared, which may take hours, and its vocabulary is known
     least = request_memory(workers, recipe, SMALLEST_VOCAB)
     if say_waiting:
-        wait_for_nodes(least, say_waiting, lambda: None)
+        wait_for_nodes(least, say_waiting)
     ensure_room(least)
     ensure_shared(prepared.run_folder_of(recipe))
     run = prepared.prepare_run(recipe, watch, force, spare_cpus=workers.spare_cpus)
@@ -87,8 +87,8 @@ def train(
 ) -> Result:
     """Train to the last step, or until stopped. `watch` gets every event as it comes; an error is in the result.
 
-    `profile` is the first and the last step to trace; `until` a step to stop after. `unattended` waits for what a
-    restarted job waits for: nodes that have not joined again, and the lock of a driver that was killed.
+    `profile` is the first and the last step to trace; `until` a step to stop after. `unattended` waits for the
+    lock of a driver that was killed, as a restarted job has to.
     """
     folder = run.totals.run_folder
     driver = DriverState(watch, metrics.latest(metrics.read(folder)))
@@ -107,13 +107,13 @@ def train(
         workers, mailbox = request_memory(workers, run.recipe, run.totals.vocab), open_mailbox()
         with (
             reserved(workers),
-            stoppable(folder, lambda: mailbox.request.remote("stop"), driver.add) as poll,
+            stoppable(folder, lambda: mailbox.request.remote("stop"), driver.add) as poll_stop,
             _recording_outcome(folder, driver),
         ):
 
-            def look() -> None:
+            def poll() -> None:
                 check_lock()
-                poll()
+                poll_stop()
 
             trainer = Trainer(
                 work,
@@ -124,9 +124,7 @@ def train(
                 backend=backend_for(run.recipe.engine, workers.accelerator),
                 hang_after=run.recipe.training.hang_after,
             )
-            if unattended:
-                wait_for_nodes(workers, lambda text: driver.show(Waiting(text)), look)
-            driver.error = fit(trainer, driver.add, look)
+            driver.error = fit(trainer, driver.add, poll)
     checkpoint = checkpoints.find_newest(folder)
     return Result(
         folder, driver.last, checkpoint.folder if checkpoint else None, driver.error, driver.stopped, driver.by_signal

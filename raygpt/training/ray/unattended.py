@@ -9,7 +9,7 @@ JOIN_S = 1800.0  # a machine starts and pulls an image of several GB in less; th
 POLL_S = 1.0
 
 
-def wait_for_nodes(workers: Workers, say: Callable[[str], None], poll: Callable[[], None]) -> None:
+def wait_for_nodes(workers: Workers, say: Callable[[str], None]) -> None:
     """Return when the cluster has room for the workers, or after half an hour without: `ensure_room` decides then.
 
     On a cluster that grows by itself at once: it adds nodes only when Ray Train asks for them.
@@ -22,5 +22,4 @@ def wait_for_nodes(workers: Workers, say: Callable[[str], None], poll: Callable[
         if room != said:
             say(f"waiting for nodes: the cluster has room for {room} of {workers}")
             said = room
-        poll()
         time.sleep(POLL_S)
