@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-from functools import cache
 
 import numpy as np
 import pytest
@@ -17,19 +16,14 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 
-from raygpt.config import Model, Training  # noqa: E402
+from raygpt.config import Training  # noqa: E402
 from raygpt.engines import choices, chunks  # noqa: E402
-from raygpt.engines.jax import layers as layers_module  # noqa: E402
-from raygpt.engines.jax import model as model_module  # noqa: E402
 from raygpt.engines.jax.attention import xla  # noqa: E402
 from raygpt.engines.jax.devices import precision_on  # noqa: E402
 from raygpt.engines.jax.engine import JaxEngine  # noqa: E402
-from raygpt.engines.jax.layers import dropout  # noqa: E402
-from raygpt.engines.jax.model import GPT, Layers  # noqa: E402
+from raygpt.engines.jax.model import GPT  # noqa: E402
 from raygpt.engines.jax.optimizer import Optimizer  # noqa: E402
-from raygpt.engines.jax.parameters import initial_keys, initial_values  # noqa: E402
 from raygpt.engines.jax.step import State, make_step  # noqa: E402
-from raygpt.models import describe, random_numbers  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
 
 STEPS, ROWS, CONTEXT, VOCAB = 20, 12, 16, 100  # 12 rows in 8 or 24 places: some are padding
@@ -386,154 +380,6 @@ def test_the_tables_gradient_is_exchanged_after_the_last_chunk_of_logits(mesh, m
     exchanged = [line for line in compiled.splitlines() if re.search(r" (all-reduce|reduce-scatter)\(", line)]
     assert exchanged
     assert not [line for line in exchanged if "rctv,rctd->rcvd" in line]
-
-
-# Dropout
-
-
-def keys_of(rows, seed=0):
-    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.asarray(rows))
-
-
-def test_dropout_zeroes_its_share_and_scales_the_rest():
-    x = jnp.ones((64, 50, 40))
-    dropped = np.asarray(dropout(x, keys_of(range(64)), 0, 0.1))
-    assert set(np.unique(dropped)) == {0.0, np.float32(1 / 0.9)}
-    share = (dropped == 0).mean()  # of 128,000: the standard deviation is 0.0008
-    assert share == pytest.approx(0.1, abs=0.004)
-    assert dropped.mean() == pytest.approx(1.0, abs=0.005)
-
-
-def test_a_rows_mask_depends_on_its_own_key_and_the_site_alone():
-    x = jnp.ones((4, 8, 16))
-    masks = dropout(x, keys_of([3, 4, 5, 6]), 2, 0.5)
-    np.testing.assert_array_equal(dropout(x[:2], keys_of([5, 9]), 2, 0.5)[0], masks[2])
-    np.testing.assert_array_equal(dropout(x[:1] * 7, keys_of([4]), 2, 0.5)[0], masks[1] * 7)
-    others = [masks[0], masks[1], dropout(x, keys_of([3]), 3, 0.5)[0], dropout(x, keys_of([3], seed=1), 2, 0.5)[0]]
-    for number, mask in enumerate(others):
-        for other in others[:number]:
-            assert 0.3 < (np.asarray(mask) == np.asarray(other)).mean() < 0.7
-
-
-def test_without_a_rate_or_keys_nothing_is_dropped():
-    x = jnp.ones((2, 3, 4))
-    assert dropout(x, keys_of([0, 1]), 0, 0.0) is x
-    assert dropout(x, None, 0, 0.5) is x
-
-
-def test_the_embedding_and_both_branches_of_each_layer_drop_each_by_a_mask_of_its_own(monkeypatch):
-    sites = []
-    for module in (model_module, layers_module):
-        monkeypatch.setattr(module, "dropout", lambda x, keys, site, rate: sites.append((int(site), rate)) or x)
-    model = Model(layers=3, heads=2, width=8, context=4, dropout=0.25)
-    gpt = GPT(model, jnp.float32, xla, Layers(scanned=False))
-    gpt(first(model), jnp.zeros((1, 4), jnp.int32), keys_of([0]))
-    assert sites == [(site, 0.25) for site in range(7)]
-
-
-def test_scanned_and_unrolled_layers_drop_the_same():
-    model = Model(layers=3, heads=2, width=8, context=4, dropout=0.5)
-    parameters, ids, keys = first(model), jnp.arange(8).reshape(2, 4), keys_of([0, 1])
-    scanned, unrolled = (GPT(model, jnp.float32, xla, Layers(scanned)) for scanned in (True, False))
-    np.testing.assert_allclose(scanned(parameters, ids, keys), unrolled(parameters, ids, keys), atol=1e-6)
-    assert not np.allclose(scanned(parameters, ids, keys), scanned(parameters, ids), atol=1e-2)
-
-
-def test_masks_change_with_step_and_row():
-    engine = make_engine(dropout=0.3)
-    initial = jax.device_get(engine.start())
-
-    def loss(windows, step=0):
-        state = initial._replace(step=np.asarray(step, np.int32))
-        return float(engine.step(state, engine.put(windows))[1].loss)
-
-    first = loss(WINDOWS[0])
-    assert loss(WINDOWS[0]) == first
-    assert loss(WINDOWS[0], step=1) != pytest.approx(first, rel=1e-5)
-    assert loss(WINDOWS[0][::-1].copy()) != pytest.approx(first, rel=1e-5), "a row's mask goes by its number"
-
-
-# Initialisation
-
-
-SIZES = {"layers": 8, "heads": 4, "width": 64, "context": 32, "tied_head": False}
-
-
-def first(model, vocab=VOCAB, seed=0):
-    """Parameters before the first step."""
-    description = describe(model, vocab)
-    return jax.jit(lambda keys: initial_values(description, keys, jnp.float32))(initial_keys(description, seed))
-
-
-@cache
-def initial(init):
-    """The same as NumPy arrays."""
-    return jax.device_get(first(Model(init=init, **SIZES), 512))
-
-
-def test_they_are_what_the_description_draws_for_each_index():
-    model = Model(layers=3, heads=2, width=64, context=16, tied_head=False, init="xavier")
-    found, description = first(model, 300, seed=7), describe(model, 300)
-    for name in ("tokens", "blocks.out.kernel", "head"):
-        parameter = description.by_name[name]
-        for layer, key in enumerate(random_numbers.keys(parameter, 7, 3)):
-            shape = description.own_shape(parameter)
-            index = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
-            right = random_numbers.draw(parameter.initial, index, tuple(key), np)
-            ours = found[name][layer] if parameter.is_stacked else found[name][:300]
-            exact = {"rtol": 0} if parameter.initial.kind == "uniform" else {"atol": 1e-7, "rtol": 1e-6}
-            np.testing.assert_allclose(ours, right, **exact, err_msg=name)
-    assert not found["tokens"][300:].any(), "padding is zero"
-
-
-def test_gpt2s_initialisation_is_normal_with_smaller_residual_projections():
-    tree = initial("gpt2")
-    kernels = [f"blocks.{name}.kernel" for name in ("query", "key", "value", "up")]
-    for values in [tree[name] for name in ("tokens", "positions", "head", *kernels)]:
-        assert values.std() == pytest.approx(0.02, rel=4 / np.sqrt(2 * values.size))
-        assert abs(values.mean()) < 6 * 0.02 / np.sqrt(values.size)
-        assert np.abs(values).max() > 3 * 0.02  # a normal has tails
-    for name in ("out", "down"):
-        assert tree[f"blocks.{name}.kernel"].std() == pytest.approx(0.02 / 4, rel=0.03)  # sqrt(2 · 8)
-    layers = tree["blocks.up.kernel"]
-    assert all(np.abs(layers[0] - layers[layer]).max() > 0.01 for layer in range(1, 8)), "each layer has its own"
-
-
-def test_xaviers_limits_are_those_of_the_matrices_that_the_tutorial_has():
-    tree, width, hidden = initial("xavier"), 64, 256
-    square = np.sqrt(6 / (width + width))  # Q, K and V are each a matrix from width to width, and so is the way back
-    for name, limit in [
-        *((f"blocks.{name}.kernel", square) for name in ("query", "key", "value", "out")),
-        ("blocks.up.kernel", np.sqrt(6 / (width + hidden))),
-        ("blocks.down.kernel", np.sqrt(6 / (width + hidden))),
-        ("head", np.sqrt(6 / (512 + width))),
-    ]:
-        values = tree[name]
-        assert 0.99 * limit < np.abs(values).max() <= limit
-        assert values.std() == pytest.approx(limit / np.sqrt(3), rel=0.03)  # uniform
-
-
-@pytest.mark.parametrize("name", ["tokens", "positions"])
-def test_beside_xaviers_kernels_embeddings_are_normal_with_a_variance_of_one_over_the_width(name):
-    values = initial("xavier")[name]
-    assert values.std() == pytest.approx(64**-0.5, rel=4 / np.sqrt(2 * values.size))
-    assert np.abs(values).max() > 3 * 64**-0.5  # normal: a uniform one ends at 1.7
-
-
-@pytest.mark.parametrize("init", ["gpt2", "xavier"])
-def test_biases_begin_at_zero_and_norms_at_one(init):
-    vectors = initial(init)
-    biases = {name: leaf for name, leaf in vectors.items() if name.endswith("bias")}
-    gains = {name: leaf for name, leaf in vectors.items() if name.endswith("gain")}
-    assert len(biases) == 9  # query, key, value, out, up, down, two norms, the last norm
-    assert len(gains) == 3
-    assert not any(leaf.any() for leaf in biases.values())
-    assert all((leaf == 1).all() for leaf in gains.values())
-
-
-def test_without_biases_there_are_none():
-    tree = jax.eval_shape(make_engine(bias=False).start).parameters
-    assert not [path for path, _ in jax.tree_util.tree_leaves_with_path(tree) if "bias" in str(path)]
 
 
 def test_another_seed_is_another_model(one_device):

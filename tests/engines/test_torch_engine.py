@@ -1,4 +1,4 @@
-"""The PyTorch engine in one process: accumulation, precision, what is left out, memory, sampling, and JAX's numbers."""
+"""The PyTorch engine in one process: accumulation, weights, sampling, and what it refuses."""
 
 import os
 import subprocess
@@ -10,19 +10,15 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the extra torch")
 
-from conftest import also  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import raygpt  # noqa: E402
-from raygpt.engines import loss_scale as loss_scale_module  # noqa: E402
 from raygpt.engines.base import PlainState  # noqa: E402
 from raygpt.engines.torch import engine as engine_module  # noqa: E402
 from raygpt.engines.torch import require_torch  # noqa: E402
-from raygpt.engines.torch.devices import choose_precision  # noqa: E402
 from raygpt.engines.torch.engine import TorchEngine  # noqa: E402
 from raygpt.engines.torch.reader import TorchReader  # noqa: E402
 from raygpt.errors import RaygptError  # noqa: E402
-from raygpt.inference.sampling import sample  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -213,233 +209,6 @@ def test_a_step_never_waits_for_its_own_numbers(precision):
         assert waits.count == 0
         float(state.scale.factor)
         assert waits.count == 1, "this is how one would show"
-
-
-# Precision, and steps that are left out
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_computes_but_parameters_averages_and_losses_are_fp32(precision, alone):
-    engine = make_engine(2, precision=precision)
-    numbers, state = train(engine, engine.start())
-    np.testing.assert_allclose(numbers, alone[0], rtol=2e-2)
-    assert {tensor.dtype for _, _, tensor in state.tensors()} == {torch.float32}
-    scores = engine.window_losses(state, WINDOWS[0])
-    np.testing.assert_allclose(scores, alone[2], rtol=5e-3)
-    assert scores.dtype == np.float32
-    assert len(set(scores.tolist())) == ROWS  # bf16 would tell numbers around 4.6 apart in steps of 0.03
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_modern_model_in_half_precision_has_the_same_losses_but_for_rounding(precision):
-    right, found = (make_engine(2, precision=each, **MODERN) for each in ("fp32", precision))
-    numbers, state = train(found, found.start())
-    np.testing.assert_allclose(numbers, train(right, right.start())[0], rtol=2e-2)
-    assert {tensor.dtype for _, _, tensor in state.tensors()} == {torch.float32}
-    at_once, _ = found.prefill(state, WINDOWS[0, :3, :6])
-    _, cache = found.prefill(state, WINDOWS[0, :3, :5])
-    np.testing.assert_allclose(found.decode(state, WINDOWS[0, :3, 5:6], 5, cache)[0], at_once, atol=0.05)
-
-
-def poisoned(engine, state):
-    """The state with one parameter that is not a number."""
-    weights = engine.gather(state)
-    bias = weights.parameters["norm.bias"].copy()
-    bias[3] = np.nan
-    return engine.load(PlainState({**weights.parameters, "norm.bias": bias}, weights.slots, 1))
-
-
-def test_a_step_that_is_not_a_number_is_left_out_and_counted_if_the_recipe_says_so():
-    engine = make_engine(on_nan="skip")
-    state = poisoned(engine, train(engine, engine.start(), WINDOWS[:1])[1])
-    before = engine.gather(state)
-    state, metrics = engine.step(state, engine.put(WINDOWS[1]))
-    said, after = engine.read(metrics), engine.gather(state)
-    assert np.isnan(said["loss"])
-    assert said["skipped"] == 1
-    assert before.slots.keys() == after.slots.keys() == {"means", "squares"}
-    for left, right in [
-        (before.parameters, after.parameters),
-        *((before.slots[k], after.slots[k]) for k in before.slots),
-    ]:
-        for name, value in left.items():
-            np.testing.assert_array_equal(right[name], value, err_msg=name)
-    assert after.step == 2, "the next batch is the next one all the same"
-    assert float(state.numbers()["updates"]) == 1
-
-
-def test_after_a_step_that_was_left_out_training_goes_on():
-    engine = make_engine(on_nan="skip", precision="fp64", dropout=0.0)
-    state = train(engine, engine.start(), WINDOWS[:1])[1]
-    bias = state.parameters["norm.bias"]
-    kept = bias.detach().clone()
-    with torch.no_grad():
-        bias.fill_(torch.inf)
-    state, left_out = engine.step(state, engine.put(WINDOWS[1]))
-    with torch.no_grad():
-        bias.copy_(kept)
-    state, metrics = engine.step(state, engine.put(WINDOWS[2]))
-    assert [engine.read(m)["skipped"] for m in (left_out, metrics)] == [1, 1]
-    assert engine.read(metrics)["loss"] == pytest.approx(np.log(VOCAB), rel=0.05)
-
-
-def test_otherwise_it_is_taken_and_its_loss_tells():
-    engine = make_engine(on_nan="stop")
-    state = poisoned(engine, engine.start())
-    state, metrics = engine.step(state, engine.put(WINDOWS[0]))
-    assert np.isnan(engine.read(metrics)["loss"])
-    assert engine.read(metrics)["skipped"] == 0
-    assert np.isnan(engine.gather(state).parameters["tokens"]).all()
-
-
-def test_fp16_gradients_of_many_tokens_do_not_vanish():
-    """A mean over half a million tokens gives each a gradient below fp16's smallest number; here it is 8192."""
-    rows = 512
-    windows = np.random.default_rng(1).integers(0, VOCAB, (rows, CONTEXT + 1)).astype(np.int32)
-    settings = {"rows": rows, "dropout": 0.0, "optimizer": {"clip": None}}
-    exact, half = make_engine(**settings), make_engine(precision="fp16", **settings)
-    weights = exact.gather(exact.start()).parameters
-    expected, right = gradients(exact, weights, windows)
-    metrics, ours = gradients(half, weights, windows)
-    assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-3)
-    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.01)
-    everything = lambda arrays: np.concatenate([arrays[name].ravel() for name in right])  # noqa: E731
-    assert relative(everything(ours), everything(right)) < 0.01
-
-
-def test_fp16s_loss_scale_halves_with_every_overflow_until_steps_are_taken(monkeypatch):
-    monkeypatch.setattr(engine_module, "FIRST_SCALE", 2.0**26)  # overflows: fp16 ends at 65504
-    # So slow that gradients stay what they are: one that just fits fits again.
-    engine = make_engine(precision="fp16", dropout=0.0, optimizer={"learning_rate": 1e-6})
-    begun = engine.start()
-    before = engine.gather(begun).parameters
-    skipped, scales = [], []
-    for _ in range(12):
-        begun, metrics = engine.step(begun, engine.put(WINDOWS[0]))
-        skipped.append(engine.read(metrics)["skipped"])
-        scales.append(float(begun.scale.factor))
-        assert np.isfinite(engine.read(metrics)["loss"])
-    taken = int(skipped[-1])  # the first that was not left out
-    assert 1 <= taken <= 10
-    assert skipped == [*range(1, taken + 1), *[taken] * (12 - taken)]
-    assert scales == [2.0 ** (26 - min(n, taken)) for n in range(1, 13)]
-    after = engine.gather(begun)
-    assert all(np.isfinite(value).all() for value in after.parameters.values())
-    assert np.abs(after.parameters["tokens"] - before["tokens"]).max() > 0
-
-
-def test_fp16s_loss_scale_doubles_after_many_steps_without_an_overflow(monkeypatch):
-    monkeypatch.setattr(loss_scale_module, "GROWTH_STEPS", 3)
-    scale, values = loss_scale_module.LossScale(torch.tensor(8.0), torch.tensor(0)), []
-    for finite in [True, True, True, True, False, True, True, True]:
-        scale = scale.after(torch.tensor(finite), torch)
-        values.append(float(scale.factor))
-    assert values == [8, 8, 16, 16, 8, 8, 8, 16]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "device", "capability", "chosen"),
-    [
-        ("auto", "cpu", None, "fp32"),
-        ("auto", "cuda", (9, 0), "bf16"),
-        ("auto", "cuda", (7, 5), "fp16"),  # a T4
-        ("bf16", "cpu", None, "bf16"),
-        ("fp32", "cuda", (9, 0), "fp32"),
-    ],
-)
-def test_precision_is_the_recipes_or_the_devices_best(wanted, device, capability, chosen, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert choose_precision(wanted, torch.device(device)) == chosen
-
-
-# Memory and compilation
-
-
-class Kept:
-    """Bytes that the forward pass keeps for the backward pass."""
-
-    def __enter__(self):
-        self.tensors = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        self._hooks.__enter__()
-        return self
-
-    def _pack(self, tensor):
-        self.tensors[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    def __exit__(self, *error):
-        self._hooks.__exit__(*error)
-        self.bytes = sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
-
-
-@pytest.mark.parametrize("implementation", ["raygpt", "huggingface"])
-@pytest.mark.parametrize("remat", ["products", "blocks"])
-def test_what_is_computed_again_changes_no_number(remat, implementation, alone):
-    if implementation == "huggingface":
-        pytest.importorskip("transformers")
-    engine = make_engine(precision="fp64", remat=remat, implementation=implementation)
-    numbers, _ = train(engine, engine.start(), WINDOWS[:3])
-    np.testing.assert_allclose(numbers, alone[0][:3], rtol=1e-12)
-
-
-class Products(TorchDispatchMode):
-    """Counts products of an activation with a kernel: one per linear layer, forward."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function == torch.ops.aten.addmm.default
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("remat", "times"), [("none", 1), ("products", 1), ("blocks", 2)])
-def test_products_are_computed_again_only_with_whole_blocks(remat, times):
-    engine = make_engine(remat=remat, layers=3)
-    state, batch = engine.start(), engine.put(WINDOWS[0])
-    with Products() as products:
-        engine.step(state, batch)
-    assert products.count == times * 3 * 4  # layers, and query, key and value together, out, up, down
-
-
-def test_blocks_that_are_computed_again_keep_less():
-    kept = {}
-    for remat in ("none", "blocks"):
-        engine = make_engine(remat=remat, layers=4)
-        objective = engine.start().objective
-        ids = torch.from_numpy(WINDOWS[0])
-        with Kept() as seen:
-            objective(ids[:, :-1], ids[:, 1:], torch.ones(ROWS, CONTEXT), None)
-        kept[remat] = seen.bytes
-    assert kept["blocks"] < kept["none"] / 3
-
-
-def test_compiled_it_gives_the_same_numbers(alone):
-    engine = make_engine(2, precision="fp64", compile="unrolled")
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    with torch.compiler.set_stance(force_backend="aot_eager"):  # traced and cut like any other; C++ takes 30 s more
-        numbers, state = train(engine, engine.start(), WINDOWS[:5])
-        assert counters["stats"]["unique_graphs"] == 1, "one graph for the whole model and every step"
-        np.testing.assert_allclose(numbers, alone[0][:5], rtol=1e-9)
-        assert sample(engine, state, WINDOWS[0, :2, :3], 4).shape == (2, 4)
-        assert counters["stats"]["unique_graphs"] == 1, "each length of the cache would be another"
-    assert not counters["graph_break"]
-    assert engine.describe()["compiled"] == "whole"
-
-
-@pytest.mark.parametrize("remat", also("none", "products"))
-def test_a_modern_model_is_compiled_as_one_graph_too(remat):
-    right, engine = (
-        make_engine(precision="fp64", compile=how, remat=remat, **MODERN, layers=3) for how in ("off", "unrolled")
-    )
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    torch._dynamo.reset()  # else the sizes of another model would make these ones variables
-    with torch.compiler.set_stance(force_backend="aot_eager"):
-        numbers, _ = train(engine, engine.start(), WINDOWS[:3])
-    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (1, {})
-    np.testing.assert_allclose(numbers, train(right, right.start(), WINDOWS[:3])[0], rtol=1e-9)
 
 
 # Sampling
