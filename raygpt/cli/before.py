@@ -261,24 +261,11 @@ def prepare(
 
     if not out:
         raise RaygptError("--out: is empty; write a new folder for the token store, e.g. --out store")
-    keys: dict[str, Any] = {"source": source, "tokenizer": tokenizer, "val": val}
-    keys |= {"split": split, "split_seed": split_seed, "column": column, "limit": limit}
-    keys |= {"scatter": scatter, "dedup": dedup}
-    data: Data = check_part("data", keys)
+    keys: dict[str, Any] = {"tokenizer": tokenizer, "val": val, "split": split, "split_seed": split_seed}
+    keys |= {"column": column, "limit": limit, "scatter": scatter, "dedup": dedup}
+    data: Data = check_part("data", {"source": source, **keys})
     with preparing() as watch:
-        store = run(
-            source,
-            out,
-            data.tokenizer,
-            val=data.val,
-            split=data.split,
-            split_seed=data.split_seed,
-            column=data.column,
-            limit=data.limit,
-            scatter=data.scatter,
-            dedup=data.dedup,
-            watch=watch,
-        )
+        store = run(source, out, watch=watch, **{key: getattr(data, key) for key in keys})
     if nanogpt:
         write_nanogpt(store)
     if as_json:
