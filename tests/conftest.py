@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from raygpt import cli
 
 settings.register_profile("raygpt", deadline=None, max_examples=60)  # two busy cores: a slow example is no failure
 settings.load_profile("raygpt")
+# A shell's background jobs ignore Ctrl-C, and so would the programs that a test sends it to.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `make test-wheel` runs the tests elsewhere and says where the checkout is
 CHECKOUT = Path(os.environ.get("RAYGPT_CHECKOUT") or Path(__file__).parents[1])

@@ -17,6 +17,7 @@ import urllib.request
 from pathlib import Path
 
 import yaml
+from ray._private import ray_constants
 
 import raygpt
 from raygpt.deploy import rayjob
@@ -34,7 +35,7 @@ def free_port():
         return free.getsockname()[1]
 
 
-def wait_for(condition, seconds=300):
+def wait_for(condition, seconds=900):
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -127,19 +128,37 @@ class Operator:
         pod.wait(timeout=60)
 
     def before_end(self, name, more=""):
-        """Run the pod's preStop hook, which need not wait for a cloud here; `more` goes before its &&."""
+        """Run the pod's preStop hook; `more` goes before its &&. No cloud is waited for, and busy cores may need a
+        longer notice than a cloud's."""
         container = self.groups[name]["template"]["spec"]["containers"][0]
         *shell, command = container["lifecycle"]["preStop"]["exec"]["command"]
-        command = self.mounted(command) if name == "head" else command.replace("sleep 20", "sleep 5")
-        command = command.replace(" &&", f"{more} &&")
+        command = self.mounted(command) if name == "head" else command.replace("sleep 20", "sleep 1")
+        command = command.replace("-seconds 25 &&", f"-seconds 300{more} &&")
         address = {"RAY_ADDRESS": f"127.0.0.1:{self.port}"}
         return subprocess.Popen([*shell, command], env=self.environment(container) | address)
 
+    def is_healthy(self, name):
+        """Whether a pod answers its liveness probe, which brings no token."""
+        probe = self.groups[name]["template"]["spec"]["containers"][0]["livenessProbe"]["httpGet"]
+        assert probe["port"] == ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.health[name]}{probe['path']}", timeout=30) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
+
     def node_id(self, name):
         (number,) = (number for number, pod in enumerate(self.groups) if pod == name)
+        (node,) = (node for node in self._alive() if node["ip"] == f"127.0.0.{number + 1}")
+        return node["raylet"]["nodeId"]
+
+    def nodes(self):
+        """How many have joined."""
+        return len(self._alive())
+
+    def _alive(self):
         nodes = self._get("/nodes?view=summary")["data"]["summary"]
-        found = [node["raylet"]["nodeId"] for node in nodes if node["ip"] == f"127.0.0.{number + 1}"]
-        return found[-1]
+        return [node for node in nodes if node["raylet"].get("state") == "ALIVE"]
 
     # The job
 

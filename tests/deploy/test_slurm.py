@@ -16,6 +16,7 @@ from raygpt.deploy import slurm
 from raygpt.deploy.deployment import Options, plan_deployment
 from raygpt.recipes import load_recipe
 from raygpt.testing.chaos import losses
+from raygpt.training.stopping import ask_to_stop
 
 # One node of the job gets the command as it is; each of the others an address of its own.
 SRUN = """#!/bin/bash
@@ -42,7 +43,8 @@ RECIPE = {
     "model": {"layers": 1, "heads": 2, "width": 16, "context": 16, "dropout": 0.1},
     "data": {"tokenizer": "bytes", "val": 0.1},
     "schedule": {"kind": "constant", "warmup_steps": 0},
-    "training": {"batch_tokens": 80, "steps": 300, "log_every": 1, "eval_every": 300, "checkpoint_every": 20},
+    # Without end, so that it never matters how fast it trains beside what is done to it
+    "training": {"batch_tokens": 80, "steps": 10**6, "log_every": 1, "eval_every": 10**6, "checkpoint_every": 20},
     "cluster": {"accelerator": "cpu", "workers": 2, "resources_per_worker": {"CPU": 2}},
 }
 
@@ -69,8 +71,8 @@ def batch(tmp_path):
     rest = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "RAY_ADDRESS")}
     started = []
 
-    def start(name):
-        changes = {"run.name": name, "run.storage": f"{tmp_path}/runs", "data.source": f"{tmp_path}/text.txt"}
+    def start(name, **changes):
+        changes |= {"run.name": name, "run.storage": f"{tmp_path}/runs", "data.source": f"{tmp_path}/text.txt"}
         deployment = plan_deployment(load_recipe("tiny", {**RECIPE, **changes}), Options("slurm", cpus=3))
         script = tmp_path / "train.sbatch"
         script.write_text(slurm.script(deployment))
@@ -86,7 +88,7 @@ def batch(tmp_path):
 
     def finish(process):
         """Wait for a job, and end what it leaves on its nodes, as slurm does."""
-        nodes, deadline = [], time.monotonic() + 600
+        nodes, deadline = [], time.monotonic() + 900
         while process.poll() is None and time.monotonic() < deadline:
             nodes = descendants(process.pid)
             time.sleep(0.2)
@@ -102,21 +104,27 @@ def batch(tmp_path):
 @pytest.mark.slow
 def test_a_job_whose_time_is_over_saves_and_requeues_itself_and_goes_on(batch, tmp_path):
     start, finish = batch
-    straight, _ = start("straight")
-    assert finish(straight) == 0, (tmp_path / "job.log").read_text()
+    folder, log = f"{tmp_path}/runs/requeued", tmp_path / "job.log"
+
+    def step():
+        logged = losses(folder) if Path(folder, "metrics.jsonl").exists() else []
+        return logged[-1][0] if logged else 0
+
     process, job = start("requeued")
-    folder = f"{tmp_path}/runs/requeued"
-    wait_for(lambda: Path(folder, "metrics.jsonl").exists() and losses(folder) and losses(folder)[-1][0] >= 50)
+    wait_for(lambda: step() >= 50)
     os.kill(process.pid, signal.SIGUSR1)
-    assert finish(process) == 130, (tmp_path / "job.log").read_text()
+    assert finish(process) == 130, log.read_text()
     assert (tmp_path / "requeued").read_text() == f"{job}\n"
-    done = losses(folder)[-1][0]
-    assert 50 <= done < 300
+    done = step()
     process, _ = start("requeued")
-    assert finish(process) == 0, (tmp_path / "job.log").read_text()
-    assert f"continuing after step {done}" in (tmp_path / "job.log").read_text()
+    wait_for(lambda: step() >= done + 50)
+    ask_to_stop(folder)
+    assert finish(process) == 0, log.read_text()
+    assert f"continuing after step {done}" in log.read_text()
+    assert (tmp_path / "requeued").read_text() == f"{job}\n"  # stopped, so not again
+    straight, _ = start("straight", **{"training.steps": step()})
+    assert finish(straight) == 0, log.read_text()
     assert losses(folder) == losses(f"{tmp_path}/runs/straight")
-    assert (tmp_path / "requeued").read_text() == f"{job}\n"  # finished, so not again
 
 
 @pytest.mark.parametrize(("status", "requeued"), [(130, "7\n"), (1, "7\n"), (78, ""), (0, "")])
