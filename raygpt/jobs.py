@@ -29,9 +29,10 @@ from raygpt.deploy.local_files import local_files
 from raygpt.errors import RaygptError, first_line
 from raygpt.ray_private import RAY_JOB_CONFIG_JSON_ENV_VAR
 from raygpt.resources import can_grow, choose_accelerator, describe_workers, no_room, resources_of_worker, room_on
+from raygpt.runs import RECIPE
+from raygpt.training import resume
 
 RUN_KEY, NAME_KEY = "raygpt_run", "raygpt_name"  # of a job's metadata
-RECIPE_FILE = "recipe.yaml"
 STOP_WAIT_S = 300  # how long a job that is stopped may take to save; Ray's own 3 s are too few for most models
 RUNNING = (JobStatus.PENDING, JobStatus.RUNNING)
 POLL_S = 1.0
@@ -50,6 +51,7 @@ class Job:
     folder: str
     status: str
     started: float | None
+    exit_code: int | None  # of its driver; None while it runs, and if nobody saw it end
 
     @property
     def is_running(self) -> bool:
@@ -85,13 +87,25 @@ class JobServer:
         for job in found:
             if name in (job.name, job.folder, job.id):
                 return job
-        known = ", ".join(sorted({job.name for job in found})) or "none"
-        raise RaygptError(f"{self.address} has no run called {name!r}; there is {known}")
+        known = ", ".join(sorted({job.name for job in found}))
+        others = f"it has {known}" if known else "none was submitted there"
+        raise RaygptError(f"{self.address} has no run called {name!r}; {others}")
 
-    def submit(self, recipe: Recipe) -> Job:
+    def readable_folder(self, name: str) -> str:
+        """The directory of a run by name; refuses one that this machine cannot read."""
+        job = self.find(name)
+        if not storage.exists(storage.join(job.folder, RECIPE)):
+            raise RaygptError(
+                f"{job.folder} is not there yet, or this machine does not see it; `raygpt logs {job.name} --cluster "
+                f"{self.address}` shows how job {job.id} ({job.status.lower()}) is doing"
+            )
+        return job.folder
+
+    def submit(self, recipe: Recipe, force: bool = False) -> Job:
         """Check a recipe, send it with this raygpt, and start it; refuses in one line."""
         folder = storage.join(recipe.run.storage.rstrip("/"), str(recipe.run.name))
         check_files(recipe)
+        _check_run(folder, recipe, force)
         self._check_versions()
         self._check_room(recipe)
         for job in self.jobs():
@@ -102,7 +116,7 @@ class JobServer:
                 )
         name = f"{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         with tempfile.TemporaryDirectory() as shipped:
-            _write_recipe(recipe, Path(shipped, RECIPE_FILE))
+            _write_recipe(recipe, Path(shipped, RECIPE))
             code = Path(shipped, "code", "raygpt")  # without what a checkout leaves behind
             shutil.copytree(Path(__file__).parent, code, ignore=shutil.ignore_patterns("__pycache__"))
             environment = {
@@ -112,26 +126,26 @@ class JobServer:
                 "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
             }
             self._client.submit_job(
-                entrypoint=f"python -m raygpt train {RECIPE_FILE} --unattended",
+                entrypoint=f"python -m raygpt train {RECIPE} --unattended{' --force' * force}",
                 submission_id=name,
                 runtime_env=environment,
                 metadata={RUN_KEY: folder, NAME_KEY: str(recipe.run.name)},
             )
         return self.find(name)
 
-    def follow(self, job: Job, say: Callable[[str], None]) -> str:
-        """Pass on what the run prints, from its beginning, until the job has ended; returns its status."""
+    def follow(self, job: Job, say: Callable[[str], None]) -> Job:
+        """Pass on what the run prints, from its beginning, until the job has ended; returns the job as it ended."""
         asyncio.run(self._tail(job.id, say))
         while True:
             try:
-                status = self._client.get_job_status(job.id)
+                job = _job(self._client.get_job_info(job.id))
             except (ConnectionError, RuntimeError, OSError) as error:
                 raise RaygptError(
                     f"{self.address} no longer answers ({first_line(error)}); if its head is lost, submit the run "
                     "again, and it resumes"
                 ) from None
-            if status.is_terminal():
-                return str(status.value)
+            if not job.is_running:
+                return job
             time.sleep(POLL_S)
 
     async def _tail(self, job_id: str, say: Callable[[str], None]) -> None:
@@ -210,6 +224,15 @@ def check_files(recipe: Recipe) -> None:
             )
 
 
+def _check_run(folder: str, recipe: Recipe, force: bool) -> None:
+    """Refuse to resume a run of another recipe. Where its directory cannot be read from here, the job refuses it."""
+    try:
+        storage.exists(folder)
+    except RaygptError:
+        return
+    resume.check(folder, recipe, force)
+
+
 def _of_the_run(log: str) -> str:
     """A job's log without Ray's lines."""
     return "".join(line for line in log.splitlines(keepends=True) if not OF_RAY.match(line))
@@ -226,4 +249,5 @@ def _job(details: JobDetails) -> Job:
     metadata = details.metadata or {}
     started = details.start_time / 1000 if details.start_time else None
     job_id = str(details.submission_id)
-    return Job(job_id, metadata.get(NAME_KEY, job_id), metadata[RUN_KEY], str(details.status.value), started)
+    status, exit_code = str(details.status.value), details.driver_exit_code
+    return Job(job_id, metadata.get(NAME_KEY, job_id), metadata[RUN_KEY], status, started, exit_code)

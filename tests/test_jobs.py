@@ -1,5 +1,6 @@
 """Runs on a cluster's job server: what is refused before anything is sent, and a run that outlives its laptop."""
 
+import contextlib
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ from ray.job_submission import JobStatus
 
 import raygpt
 from raygpt.errors import RaygptError
-from raygpt.jobs import JobServer, check_files
+from raygpt.jobs import Job, JobServer, check_files
 from raygpt.recipes import load_recipe
 from raygpt.runs import find_folder
 from raygpt.testing.chaos import losses
@@ -58,7 +59,8 @@ class Client:
 
 
 def details(name, status, metadata):
-    return SimpleNamespace(submission_id=name, status=status, metadata=metadata, start_time=1_700_000_000_000)
+    facts = {"metadata": metadata, "start_time": 1_700_000_000_000, "driver_exit_code": None}
+    return SimpleNamespace(submission_id=name, status=status, **facts)
 
 
 @pytest.fixture
@@ -86,8 +88,12 @@ def test_a_recipe_is_sent_whole_with_this_raygpt_and_found_by_name(server):
     assert "env_vars:\n      A: b" in sent["recipe"]
     assert (job.name, job.folder, job.status) == ("one", "/mnt/runs/one", "PENDING")
     assert made.find("one") == made.find("/mnt/runs/one") == made.find(job.id) == job
-    with pytest.raises(RaygptError, match=r"has no run called 'other'; there is one$"):
+    with pytest.raises(RaygptError, match=r"has no run called 'other'; it has one$"):
         made.find("other")
+    with pytest.raises(
+        RaygptError, match=r"/mnt/runs/one is not there yet, or this machine does not see it; `raygpt logs"
+    ):
+        made.readable_folder("one")
 
 
 @pytest.mark.parametrize(
@@ -131,6 +137,37 @@ def test_a_run_that_is_being_trained_is_not_submitted_twice(server):
         server(jobs=[details("job", JobStatus.FAILED, metadata)]).stop(made.find("job"))
 
 
+def test_a_run_of_another_recipe_is_not_sent_unless_forced(server, tmp_path):
+    here, folder = {**HERE, "run.storage": str(tmp_path)}, tmp_path / "one"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(load_recipe("tiny", here).to_yaml())
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n')
+    made, changed = server(), load_recipe("tiny", {**here, "model.context": 64})
+    with pytest.raises(RaygptError, match=r"is a run of another recipe \(model.context: 128 → 64\).+or add --force"):
+        made.submit(changed)
+    assert made._client.sent == []
+    made.submit(changed, force=True)
+    assert made._client.sent[0]["entrypoint"].endswith("--unattended --force")
+    assert server().submit(load_recipe("tiny", here)).folder == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("status", "exit_code", "shell", "line"),
+    [
+        ("SUCCEEDED", 0, 0, ""),
+        ("STOPPED", 130, 130, "note: job a was stopped; submitted again, the run resumes"),
+        ("FAILED", 78, 1, "error: job a failed; correct the error above, then submit it again"),
+        ("FAILED", -9, 1, "error: job a failed; submitted again, the run resumes"),
+    ],
+)
+def test_a_followed_run_ends_as_its_job(raygpt, monkeypatch, status, exit_code, shell, line):
+    job = Job("a", "one", "/mnt/runs/one", status, None, exit_code)
+    follow = SimpleNamespace(address="http://head:8265", find=lambda name: job, follow=lambda job, say: job)
+    monkeypatch.setattr("raygpt.jobs.JobServer", lambda address: follow)
+    done, _, err = raygpt("logs", "one", "--cluster", "head:8265")
+    assert (done, err.strip()) == (shell, line)
+
+
 def test_nodes_that_an_autoscaler_may_bring_are_not_missed(server):
     made = server(nodes=[{"CPU": 1.0}])
     made._client.answers["/api/cluster_status"]["clusterStatus"]["autoscalerReport"]["nodeTypeMapping"] = {"a": "gpu"}
@@ -167,6 +204,9 @@ def test_a_run_is_found_by_its_name(tmp_path, monkeypatch):
 # A real job server
 
 
+DRIVER, WORKER = "python -m raygpt train", "ray::RayTrainWorker"
+
+
 class Machines:
     """A head with a job server, and three workers, as processes."""
 
@@ -186,7 +226,7 @@ class Machines:
         head = ["--head", f"--port={self.port}", f"--dashboard-port={self.jobs}", "--dashboard-host=127.0.0.1"]
         self._node(0, *head, "--num-cpus=0")
         wait_for(lambda: self.raygpt("runs", "--cluster", self.address).returncode == 0)
-        wait_for(lambda: self.replace_lost() or self._alive() == 4)
+        wait_for(lambda: self.replace_lost() or len(self._alive()) == 4)
 
     def replace_lost(self):
         """Start workers that are missing: killed, or not up in time, as happens where cores are busy."""
@@ -196,12 +236,13 @@ class Machines:
                 self._node(number, f"--address=127.0.0.1:{self.port}", address, "--num-cpus=2")
 
     def _alive(self):
+        """Ids of nodes by their addresses."""
         request = urllib.request.Request(
             f"{self.address}/nodes?view=summary", headers={"Authorization": f"Bearer {TOKEN}"}
         )
         with urllib.request.urlopen(request, timeout=30) as answer:
             nodes = json.load(answer)["data"]["summary"]
-        return sum(node["raylet"].get("state") == "ALIVE" for node in nodes)
+        return {node["ip"]: node["raylet"]["nodeId"] for node in nodes if node["raylet"].get("state") == "ALIVE"}
 
     def _node(self, number, *words):
         # Each has a disk of its own: where nodes share one, the first to be done with a job's code deletes it for all.
@@ -227,6 +268,20 @@ class Machines:
             end(descendants(node.pid))
             node.wait(timeout=60)
 
+    def drain(self, number):
+        """As a cloud's notice does."""
+        command = [RAY, "drain-node", f"--address=127.0.0.1:{self.port}"]
+        command += [f"--node-id={self._alive()[f'127.0.0.{number + 1}']}", "--reason=DRAIN_NODE_REASON_PREEMPTION"]
+        command += ["--reason-message=spot", "--deadline-remaining-seconds=300"]
+        subprocess.run(command, env=self.environment, check=True, capture_output=True)
+
+    def number_of(self, name):
+        """The node on which a process runs, by how its command begins."""
+        return next(number for number, node in self.nodes.items() if _processes(node.pid, name))
+
+    def kill_process(self, name):
+        end(_processes(self.nodes[self.number_of(name)].pid, name)[:1])
+
     def raygpt(self, *words, **options):
         command = [sys.executable, "-m", "raygpt", *map(str, words)]
         environment = {**self.environment, "PYTHONPATH": CODE}
@@ -235,6 +290,16 @@ class Machines:
             options["timeout"] = 600
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return start(command, env=environment, cwd=self.folder, **pipes, **options)
+
+
+def _processes(node, name):
+    """The processes of a node whose command begins so."""
+    found = []
+    for process in descendants(node):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
+            found += [process] if command.startswith(name) else []
+    return found
 
 
 @pytest.fixture
@@ -250,7 +315,7 @@ def machines(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_laptop_is_lost_a_worker_and_the_head_too_and_the_run_ends_as_if_not(machines, tmp_path):
+def test_a_run_is_left_stopped_resumed_and_loses_one_of_everything_and_ends_as_if_not(machines, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"the cat sat on mat {n % 7}\n<|endoftext|>\n" for n in range(400)))
     words = [
@@ -267,39 +332,69 @@ def test_a_laptop_is_lost_a_worker_and_the_head_too_and_the_run_ends_as_if_not(m
     def step():
         return losses(str(folder))[-1][0] if (folder / "metrics.jsonl").exists() and losses(str(folder)) else 0
 
-    def wait_for_step(target):
-        wait_for(lambda: machines.replace_lost() or step() >= target)
+    def wait_for_steps():
+        """Until it has gone on for a while."""
+        since = step()
+        wait_for(lambda: machines.replace_lost() or step() >= since + 40)
+
+    def logs():
+        return machines.raygpt("logs", "job", *on, "--no-follow").stdout
+
+    def state():
+        (newest, *_) = json.loads(machines.raygpt("runs", *on, "--json").stdout)
+        assert (newest["name"], newest["folder"]) == ("job", str(folder))
+        return newest["status"]
 
     def stop():
         stopped = machines.raygpt("stop", "job", *on)
         assert stopped.returncode == 0, stopped.stdout
-        wait_for(lambda: "stopped after step" in machines.raygpt("logs", "job", *on, "--no-follow").stdout)
-        assert list(folder.glob(f"checkpoints/step-{step():08d}/checkpoint.json"))
+        wait_for(lambda: state() == "STOPPED")
+        assert f"stopped after step {step()}, which is saved" in " ".join(logs().split())
         return step()
 
+    def submit_again():
+        again = machines.raygpt(*submit, "--detach")
+        assert again.returncode == 0, again.stdout
+        wait_for_steps()
+        assert "continuing after step" in logs()
+
+    # The laptop goes, politely
     laptop = machines.raygpt(*submit, wait=False)
-    wait_for_step(20)
+    wait_for_steps()
     laptop.send_signal(signal.SIGINT)
-    said = laptop.communicate(timeout=60)[0]
+    said = laptop.communicate(timeout=600)[0]
     assert laptop.returncode == 0, said
     assert f"raygpt logs job --cluster {machines.address}" in " ".join(said.split())
-    left = step()
-    wait_for_step(left + 20)  # it goes on
+    wait_for_steps()
     assert "is being trained as job" in machines.raygpt(*submit).stdout
-    (job,) = [job for job in json.loads(machines.raygpt("runs", *on, "--json").stdout) if job["name"] == "job"]
-    assert (job["status"], job["folder"]) == ("RUNNING", str(folder))
+    assert state() == "RUNNING"
     assert json.loads(machines.raygpt("show", "job", *on, "--json").stdout)["state"] == "running"
-    machines.kill(1)  # a worker; another machine takes its place
-    wait_for_step(step() + 20)
-    done = stop()
-    wait_for(lambda: machines.raygpt(*submit, "--detach").returncode == 0)  # refused while its driver is still ending
-    wait_for_step(done + 20)
-    machines.kill(*list(machines.nodes))  # the head, and the workers with it
+    # It comes back, and is gone without a word
+    laptop = machines.raygpt("logs", "job", *on, wait=False)
+    assert any(line.startswith("step ") for line in laptop.stdout)
+    laptop.kill()
+    laptop.communicate(timeout=600)
+    wait_for_steps()
+    # A worker's process, a machine, a machine with notice
+    machines.kill_process(WORKER)
+    wait_for_steps()
+    machines.kill(machines.number_of(WORKER))
+    wait_for_steps()
+    drained = machines.number_of(WORKER)
+    machines.drain(drained)
+    wait_for(lambda: "a node is about to be lost: saving before it goes" in logs())
+    machines.kill(drained)
+    wait_for_steps()
+    # Stopped and resumed
+    stop()
+    submit_again()
+    # The driver, then the head, and the workers with it; whoever restarts jobs submits again
+    machines.kill_process(DRIVER)
+    wait_for(lambda: state() == "FAILED")
+    submit_again()
+    machines.kill(*list(machines.nodes))
     machines.start()
-    again = machines.raygpt(*submit, "--detach")  # by whoever restarts jobs
-    assert again.returncode == 0, again.stdout
-    wait_for_step(step() + 20)
-    assert "continuing after step" in machines.raygpt("logs", "job", *on, "--no-follow").stdout
+    submit_again()
     done = stop()
     straight = machines.raygpt("submit", "tiny", *words, f"training.steps={done}", "run.name=straight", *on)
     assert straight.returncode == 0, straight.stdout

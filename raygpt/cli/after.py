@@ -195,7 +195,7 @@ def _folder(run: str, cluster: str | None) -> str:
         return run
     from raygpt.jobs import JobServer
 
-    return JobServer(cluster).find(run).folder
+    return JobServer(cluster).readable_folder(run)
 
 
 @app.command()

@@ -117,6 +117,7 @@ def submit(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What to change in it, as for train.")
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Do not follow the run.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Resume a run although the recipe has changed.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train on a Ray cluster: send the recipe and this raygpt to its job server, and follow the run."""
@@ -128,7 +129,7 @@ def submit(
 
     loaded = load_recipe(recipe, overrides or [], console.note)
     server = JobServer(cluster)
-    job = server.submit(loaded)
+    job = server.submit(loaded, force)
     if as_json:
         print_json(asdict(job))
     else:
@@ -139,11 +140,18 @@ def submit(
 
 @app.command()
 def logs(
-    run: Annotated[str, typer.Argument(metavar="NAME", help="A run that was submitted, by its name or job.")],
-    cluster: Annotated[str, typer.Option(metavar="ADDRESS", help="The cluster's dashboard, e.g. http://head:8265.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's directory or name; on a cluster also its job.")],
+    cluster: OnCluster = None,
     follow: Annotated[bool, typer.Option(help="Stay until the run ends; Ctrl-C leaves it running.")] = True,
 ) -> None:
-    """Print what a submitted run prints, from its beginning, and follow it."""
+    """Print a run's progress from its beginning, and follow it: of a submitted run all that it prints."""
+    if not cluster:
+        from raygpt.show.progress import show_progress
+
+        with contextlib.suppress(KeyboardInterrupt):
+            if show_progress(run, follow) == "failed":
+                raise typer.Exit(1)
+        return
     from raygpt.jobs import JobServer
 
     server = JobServer(cluster)
@@ -156,15 +164,20 @@ def logs(
 
 def _follow(server: "JobServer", job: "Job") -> None:
     """Print what a run prints until it ends; Ctrl-C leaves it running."""
-    from raygpt.show import results
+    from raygpt.show import console, results
 
     try:
-        status = server.follow(job, lambda text: print(text, end="", flush=True))
+        ended = server.follow(job, lambda text: print(text, end="", flush=True))
     except KeyboardInterrupt:
         results.show_left_running(job, server.address)
         return
-    if status != "SUCCEEDED":
-        raise RaygptError(f"job {job.id} is {status}; the same command resumes the run")
+    if ended.status == "STOPPED":
+        console.note(f"job {job.id} was stopped; submitted again, the run resumes")
+        raise typer.Exit(130)  # as `train`: the run is not finished
+    if ended.status == "FAILED":
+        is_final = ended.exit_code == NOT_RETRIED
+        remedy = "correct the error above, then submit it again" if is_final else "submitted again, the run resumes"
+        raise RaygptError(f"job {job.id} failed; {remedy}")
 
 
 @app.command()

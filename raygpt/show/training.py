@@ -75,7 +75,7 @@ def message_text(event: Event) -> str:
 class Training:
     """Shows the events of a run, and keeps them in `events`."""
 
-    def __init__(self, steps: int, live: Progress | None):
+    def __init__(self, steps: int | None, live: Progress | None):
         self.events: list[Event] = []
         self._steps, self._live = steps, live
         self._val_loss: float | None = None
@@ -117,13 +117,15 @@ class Training:
             self._said[label] = value
 
     def _step(self, step: int) -> str:
-        return f"step {step:>{len(str(self._steps))}}/{self._steps}"
+        return f"step {step:>{len(str(self._steps))}}/{self._steps}" if self._steps else f"step {step}"
 
     def _line(self, event: StepLogged) -> str:
         values, parts = event.values, [self._step(event.step), f"loss {event.loss:.4f}"]
         if "tokens_per_s" in values:
-            left = (self._steps - event.step) * values["tokens"] / event.step / values["tokens_per_s"]
-            parts += [f"{values['tokens_per_s']:,.0f} tokens/s", f"{duration(left)} left"]
+            parts.append(f"{values['tokens_per_s']:,.0f} tokens/s")
+            if self._steps:
+                left = (self._steps - event.step) * values["tokens"] / event.step / values["tokens_per_s"]
+                parts.append(f"{duration(left)} left")
         if values.get("skipped"):
             parts.append(f"{values['skipped']:.0f} skipped")
         if "mfu" in values:

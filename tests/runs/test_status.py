@@ -1,4 +1,4 @@
-"""The status of runs: `raygpt runs` and `raygpt show`, from what lies in run directories."""
+"""The status of runs: `raygpt runs`, `show` and `logs`, from what lies in run directories."""
 
 import io
 import json
@@ -89,6 +89,40 @@ def test_a_run_whose_driver_was_killed_has_failed_and_says_whose_it_was(tmp_path
     assert why.startswith(
         f"its driver is gone without recording a result: ann on {socket.gethostname()}, process 4194305"
     )
+
+
+def test_logs_are_followed_until_the_run_ends_also_one_that_starts_again(tmp_path, raygpt, monkeypatch):
+    folder = make_run(tmp_path, "mine", steps=30)
+    known = (folder / "metrics.jsonl").read_text()
+    lock(folder, os.getpid())
+    polls = []
+
+    def meanwhile(seconds):
+        """It starts again after step 10, then ends."""
+        polls.append(seconds)
+        again = [{"step": 10, "restart": True, "time": 1030.0}, {"step": 15, "loss": 2.5, "time": 1031.0}]
+        if len(polls) == 1:
+            kept = "".join(line + "\n" for line in known.splitlines() if json.loads(line)["step"] <= 10)
+            (folder / "metrics.jsonl").write_text(kept + "".join(json.dumps(line) + "\n" for line in again))
+        else:
+            (folder / "hold.json").unlink()
+
+    monkeypatch.setattr("raygpt.show.progress.time.sleep", meanwhile)
+    done, out, _ = raygpt("logs", folder)
+    assert (done, len(polls)) == (0, 2)
+    assert out.splitlines() == [
+        "step  0/30  val loss 5.5000",
+        "step 10/30  loss 4.0000  100 tokens/s  13:39 left",
+        "step 10/30  val loss 4.5000",
+        "step 20/30  loss 3.0000  100 tokens/s  6:49 left",
+        "step 20/30  val loss 3.5000",
+        "continuing after step 10",
+        "step 15/30  loss 2.5000",
+        "stopped",
+    ]
+    write_result(str(folder), Outcome("failed", "no space left"))
+    done, out, _ = raygpt("logs", folder)
+    assert (done, out.splitlines()[-1]) == (1, "failed: no space left")
 
 
 def test_the_steps_of_a_run_in_epochs_are_its_checkpoints(tmp_path):
