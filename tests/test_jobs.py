@@ -151,6 +151,15 @@ def test_a_run_of_another_recipe_is_not_sent_unless_forced(server, tmp_path):
     assert server().submit(load_recipe("tiny", here)).folder == str(folder)
 
 
+def test_a_run_that_is_not_followed_is_submitted_with_how_to_come_back(raygpt, server, monkeypatch):
+    monkeypatch.setattr("raygpt.jobs.JobServer", lambda address: server())
+    done, out, _ = raygpt("submit", "tiny", "run.storage=/mnt/runs", "--cluster", "head:8265", "--detach")
+    assert (done, out.splitlines()[1]) == (0, "run directory   /mnt/runs/tiny")
+    assert out.endswith(
+        "\n  raygpt logs tiny --cluster http://head:8265\n  raygpt stop tiny --cluster http://head:8265\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("status", "exit_code", "shell", "line"),
     [

@@ -116,7 +116,7 @@ def submit(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What to change in it, as for train.")
     ] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Do not follow the run.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Do not follow the run, but say how to.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Resume a run although the recipe has changed.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -134,7 +134,10 @@ def submit(
         print_json(asdict(job))
     else:
         results.show_submitted(job, server.address)
-        if not detach:
+        if detach:
+            results.show_left_running(job, server.address)
+        else:
+            console.out.print()
             _follow(server, job)
 
 

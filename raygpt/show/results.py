@@ -214,7 +214,7 @@ def show_speed(figures: dict[str, Any], verdict: str) -> None:
 def show_submitted(job: "Job", address: str) -> None:
     """The job of a run that was just submitted."""
     out.print(f"submitted {escape(job.name)} to {escape(address)} as job {escape(job.id)}", soft_wrap=True)
-    out.print(f"run directory   {escape(job.folder)}\n", soft_wrap=True)
+    out.print(f"run directory   {escape(job.folder)}", soft_wrap=True)
 
 
 def show_left_running(job: "Job", address: str) -> None:
