@@ -43,7 +43,9 @@ for _ in $(seq 60); do
 done
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
   others=$((SLURM_JOB_NUM_NODES - 1))
-  srun --nodes="$others" --ntasks="$others" --exclude="$head" ray start --address="$address" "${{size[@]}}" &
+  # Ray gives up after 30 s where nodes are busy or many join at once; slurm ends the loop with the job.
+  srun --nodes="$others" --ntasks="$others" --exclude="$head" \\
+    bash -c 'until ray start "$@"; do sleep 5; done' ray --address="$address" "${{size[@]}}" &
 fi
 
 # The driver waits for nodes that have not joined, and for the lock of one that was killed.
