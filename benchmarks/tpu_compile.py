@@ -1,92 +1,84 @@
-"""GPT-2's training step compiled for a TPU slice that is not here: does it fit, and how long does that take?
+"""Training steps compiled for a TPU slice that is not here: does each fit, and does the plan say so?
 
-    python benchmarks/tpu_compile.py [CASE …]
+    python benchmarks/tpu_compile.py [--whole] [CASE …]
 
-With `libtpu` from PyPI this is the slice's own compiler: it fails where the slice would fail. A step takes 512 rows of
-1024 tokens in bf16, in one case 4 rows of 32,768. Prints a line of JSON for each case; without cases it compiles all
-and writes the results.
+A step takes 512 rows of 1024 tokens in bf16 on 16 chips of TPU v6e, in one case 4 rows of 32,768; AdamW for GPT-2, Muon
+for the others, as in the recipes. `tpu_program.py` says how far it is compiled. Prints a line of JSON for each case;
+without cases it compiles all and writes the results.
 """
 
 import json
-import os
 import sys
-import time
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # for what is computed here; the TPUs are only compiled for
-os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # no machine of Google's to ask
-os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no chip is used, so none need be locked
-
 import record
-from jax.experimental import topologies
+from tpu_program import VOCAB, Case, program_of
 
-from raygpt.engines.jax.engine import JaxEngine
+from raygpt.planning.memory import step_memory
+from raygpt.planning.target import devices_on, parse_target
 from raygpt.recipes import load_recipe
 
-TOPOLOGY = "v6e:4x4x1"  # 16 chips of 32 GB
-ROWS, CONTEXT, VOCAB = 512, 1024, 50257
-CASES: dict[str, dict[str, Any]] = {
-    "gpt2 data=16": {"preset": "gpt2", "mesh": {"data": 16}},
-    "gpt2 fsdp=16": {"preset": "gpt2", "mesh": {"fsdp": 16}},
-    "gpt2 fsdp=8,tensor=2": {"preset": "gpt2", "mesh": {"fsdp": 8, "tensor": 2}},
-    "gpt2 data=8,context=2": {"preset": "gpt2", "mesh": {"data": 8, "context": 2}, "accumulation": 4},
-    "gpt2-xl fsdp=16": {"preset": "gpt2-xl", "mesh": {"fsdp": 16}, "remat": "blocks"},
-    "gpt2-xl data=2,fsdp=8": {"preset": "gpt2-xl", "mesh": {"data": 2, "fsdp": 8}, "remat": "blocks"},
-    "nanochat fsdp=4,context=4 32K": {
-        "preset": "nanochat",
-        "mesh": {"fsdp": 4, "context": 4},
-        "rows": 4,
-        "context": 32768,
-    },
+TARGET, ROWS, CONTEXT = "v6e:4x4", 512, 1024  # 16 chips of 32 GB
+MESHES: dict[str, dict[str, int]] = {
+    "data=16": {"data": 16},
+    "fsdp=16": {"fsdp": 16},
+    "fsdp=8,tensor=2": {"fsdp": 8, "tensor": 2},
+    "data=8,context=2": {"data": 8, "context": 2},  # in four micro-batches
 }
+LARGE = {"fsdp=16": {"fsdp": 16}, "data=2,fsdp=8": {"data": 2, "fsdp": 8}}  # blocks recomputed
+LONG = {"model.context": 32768, "training.batch_tokens": 4 * 32768}
+
+
+def cases() -> dict[str, Case]:
+    """By name: every mesh with each family of models, the largest of them, and a long context."""
+    small = {
+        "gpt2": ("gpt2-124m", {}),
+        "nanochat": ("modern-124m", {}),
+        "llama": ("modern-124m", {"model.preset": "llama"}),
+    }
+    large = {"gpt2-xl": ("gpt2-124m", {"model.preset": "gpt2-xl"}), "modern-1.5b": ("modern-1.5b", {})}
+    found = {
+        f"{name} {mesh}": _case(recipe, settings, sizes, 4 if "context" in sizes else 1)
+        for name, (recipe, settings) in small.items()
+        for mesh, sizes in MESHES.items()
+    }
+    for name, (recipe, settings) in large.items():
+        for mesh, sizes in LARGE.items():
+            found[f"{name} {mesh}"] = _case(recipe, {**settings, "training.remat": "blocks"}, sizes)
+    return {**found, "nanochat fsdp=4,context=4 32K": _case("modern-124m", LONG, {"fsdp": 4, "context": 4})}
+
+
+def _case(recipe: str, settings: dict[str, Any], mesh: dict[str, int], accumulation: int = 1) -> Case:
+    usual = {"model.precision": "bf16", "training.batch_tokens": ROWS * CONTEXT, "cluster.mesh": {"data": 1, **mesh}}
+    return Case(TARGET, recipe, {**usual, **settings}, accumulation)
 
 
 def main() -> None:
     """Compile the cases that are named, or all and keep the results."""
-    names = sys.argv[1:] or list(CASES)
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY).devices
-    figures = {}
-    for name in names:
-        figures[name] = compiled(devices, **CASES[name])
+    whole, wanted = "--whole" in sys.argv[1:], [name for name in sys.argv[1:] if name != "--whole"]
+    known, figures = cases(), {}
+    for name in wanted or known:
+        program, plan = program_of(known[name], whole), planned(known[name])
+        figures[name] = {
+            "compile_s": round(program.seconds, 1),
+            "state_gib": round(program.state / 2**30, 3),
+            "temporary_gib": round(program.temporary / 2**30, 3),
+            "total_gib": round(program.total / 2**30, 3),
+            "plan_gib": round(plan / 2**30, 3),
+            "plan_off": round(plan / program.total - 1, 4),
+            "accumulation": known[name].accumulation,
+        }
         print(json.dumps({"case": name, **figures[name]}), flush=True)
-    if len(names) == len(CASES):
-        record.save("tpu-v6e-compile", {"topology": TOPOLOGY, "rows": ROWS, "context": CONTEXT, "cases": figures})
+    if not wanted:
+        record.save("tpu-v6e-compile", {"target": TARGET, "rows": ROWS, "context": CONTEXT, "cases": figures})
 
 
-def compiled(
-    devices: Any,
-    preset: str,
-    mesh: dict[str, int],
-    accumulation: int = 1,
-    remat: str = "none",
-    rows: int = ROWS,
-    context: int = CONTEXT,
-) -> dict[str, Any]:
-    """One case: seconds to compile, GiB per chip."""
-    settings = {
-        "model": {"preset": preset, "context": context, "precision": "bf16"},
-        "training": {"batch_tokens": rows * context, "remat": remat},
-        "cluster.mesh": {"data": 1, **mesh},
-    }
-    recipe = load_recipe("gpt2-124m", settings)
-    engine = JaxEngine(recipe, VOCAB, devices=devices, accumulation=accumulation)
-    lowered, began = engine.lower_step(), time.monotonic()
-    program = lowered.compile()
-    return {
-        "compile_s": round(time.monotonic() - began, 1),
-        **gibibytes(program.memory_analysis()),
-        "accumulation": accumulation,
-        "remat": remat,
-        "attention": engine.describe()["attention"],
-    }
-
-
-def gibibytes(memory: Any) -> dict[str, float]:
-    """Of one chip: what the state and the batch take, what the step needs besides, and both."""
-    state, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    new = memory.output_size_in_bytes - memory.alias_size_in_bytes  # what does not overwrite the old state
-    sizes = {"state_gib": state, "temporary_gib": temporary, "total_gib": state + temporary + new}
-    return {name: round(size / 2**30, 2) for name, size in sizes.items()}
+def planned(case: Case) -> int:
+    """Bytes of one chip by the plan."""
+    recipe, target = load_recipe(case.recipe, dict(case.settings)), parse_target(case.on)
+    mesh = recipe.cluster.mesh.over(target.count)
+    rows = -(-recipe.rows // (mesh["data"] * mesh["fsdp"] * case.accumulation))
+    return step_memory(recipe, VOCAB, devices_on(recipe, target), mesh, rows, case.accumulation).total
 
 
 if __name__ == "__main__":

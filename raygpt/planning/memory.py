@@ -1,8 +1,8 @@
 """Bytes that a training step needs on a device, by kind, at the moment when it needs most.
 
-There are three such moments: when the loss is computed and what all layers keep for the backward pass is there; with
-recomputation, when that has the activations of one layer again; and when the optimizer has all gradients. `Kept` counts
-what layers keep, in numbers per token. docs/plan.md says how far measured peaks are from these estimates.
+There are three such moments: when the loss is computed and what all layers keep for the backward pass is there; when
+the backward pass is at the last layer, with recomputation or on a TPU; and when the optimizer has all gradients. `Kept`
+counts what layers keep, in numbers per token. docs/plan.md says how far measured peaks are from these estimates.
 """
 
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ from raygpt.models import Description, Parameter, describe
 TPU_LANES = 128  # of its vector unit: an array's last axis takes a multiple
 MUON_BYTES = {"jax": 12, "torch": 8}  # of each matrix's numbers; PyTorch's are at most this, by a measured peak
 LOGIT_BYTES = 10  # of a chunk without kernels: fp32, their exponentials, their gradient in 16 bits
+TPU_LOGIT_BYTES, TPU_CAPPED_LOGIT_BYTES = 6, 8  # fp32 and 16-bit gradient; a soft-cap's slope is fp32 as well
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,26 @@ def step_memory(
     state = 4 * shards.own, sum(4 * shards.count(p) * _slots(p, recipe) for p in description.parameters)
     gradients = 4 * shards.own
     tokens = rows * recipe.model.context // mesh["context"]
-    logits = logits_bytes(description, recipe.engine, devices, mesh, tokens)
-    kept, again = Kept.of(recipe, description, devices, mesh).bytes_per_token(recipe.training.remat)
+    logits = logits_bytes(recipe, description, devices, mesh, tokens)
+    kept = Kept.of(recipe, description, devices, mesh)
+    at_loss, at_backward = (tokens * count for count in kept.bytes_per_token(recipe.training.remat))
     summed = gradients if accumulation > 1 else 0
     if devices.platform == "cpu":  # where buffers are freed late
-        return Memory(*state, gradients + summed, tokens * (kept + again), logits, gradients)
-    copies = shards.gathered(devices.number_bytes)
-    loss = Memory(*state, summed, tokens * kept, logits, copies)
-    # A loop over layers has room for all gradients from its beginning; else they come one after another.
-    begun = gradients if devices.platform == "tpu" else 4 * shards.count(description.by_name[description.output_table])
-    backward = Memory(*state, begun + summed, tokens * (kept + again), 0, copies) if again else loss
+        return Memory(*state, gradients + summed, at_backward, logits, gradients)
+    if devices.platform == "tpu":
+        # A loop over layers has room for all their gradients from its beginning, and rounds their parameters before.
+        # The output table's gradient is summed whole; and a loop over micro-batches keeps rounded parameters as well.
+        number_bytes, table = devices.number_bytes, shards.output_table
+        rounded = number_bytes * (shards.stacked + (shards.own if accumulation > 1 else 0))
+        loss = Memory(*state, summed + 4 * table, at_loss, logits, rounded + number_bytes * table)
+        begun = 4 * (shards.stacked + table)
+        backward = Memory(*state, summed + begun, at_backward, 0, rounded + number_bytes * shards.gathered_layer)
+    else:
+        copies = shards.gathered(devices.number_bytes)
+        loss = backward = Memory(*state, summed, at_loss, logits, copies)
+        if recipe.training.remat != "none":
+            begun = 4 * shards.count(description.by_name[description.output_table])  # others come one after another
+            backward = Memory(*state, begun + summed, at_backward, 0, copies)
     update = Memory(*state, gradients + summed, 0, 0, _update_bytes(recipe, description, shards))
     return max(loss, backward, update, key=lambda memory: memory.total)
 
@@ -76,16 +87,31 @@ class Shards:
     def own(self) -> int:
         return sum(self.count(parameter) for parameter in self.description.parameters)
 
+    @property
+    def stacked(self) -> int:
+        """Those of the layers."""
+        return sum(self.count(parameter) for parameter in self.description.parameters if parameter.is_stacked)
+
+    @property
+    def output_table(self) -> int:
+        """The whole table, along fsdp."""
+        return self.count(self.description.by_name[self.description.output_table], ("tensor",))
+
+    @property
+    def gathered_layer(self) -> int:
+        """A whole layer, along fsdp; none if each device has it."""
+        if self.mesh["fsdp"] == 1:
+            return 0
+        whole = sum(self.count(p, ("tensor",)) for p in self.description.parameters if p.is_stacked)
+        return whole // self.description.sizes["layer"]
+
     def gathered(self, number_bytes: int) -> int:
         """Bytes of the copies that are computed with: rounded ones of all parameters; if those are sharded, of the
         token tables and two layers, and the sum of the output table's gradient."""
         if self.mesh["fsdp"] == 1:
             return self.own * number_bytes if number_bytes < 4 else 0
-        layers = self.description.sizes["layer"]
-        whole = {p.name: self.count(p, ("tensor",)) for p in self.description.parameters}
-        tables = sum(count for p in self.description.parameters if "vocabulary" in p.axes for count in [whole[p.name]])
-        two_layers = 2 * sum(whole[p.name] for p in self.description.parameters if p.is_stacked) // layers
-        return (tables + two_layers) * number_bytes + 4 * whole[self.description.output_table]
+        tables = sum(self.count(p, ("tensor",)) for p in self.description.parameters if "vocabulary" in p.axes)
+        return (tables + 2 * self.gathered_layer) * number_bytes + 4 * self.output_table
 
 
 @dataclass(frozen=True)
@@ -96,7 +122,8 @@ class Kept:
     everything: int  # of a layer
     products: int
     blocks: int
-    beside: int  # of no layer: the last hidden state, gradients on their way back
+    beside: int  # of no layer, when the loss is computed: the last hidden state, gradients
+    backward: int  # in the backward pass: gradients on their way back
     number_bytes: int
 
     @classmethod
@@ -106,41 +133,81 @@ class Kept:
         model, sizes = recipe.model, description.sizes
         width, hidden = sizes["width"], sizes["hidden"] * (1 + model.has_gate)
         heads, kv_heads = (sizes[axis] * sizes["head"] for axis in ("heads", "kv_heads"))
-        by_heads = 1.0 + (recipe.engine == "jax" and not devices.fused)
-        if devices.platform == "tpu":
-            padded = -(-sizes["head"] // TPU_LANES) * TPU_LANES / sizes["head"]
-            by_heads = (3 + padded) / 4 if devices.keeps_scores else padded  # XLA turns all but the result
+        by_heads, again = 1.0 + (recipe.engine == "jax" and not devices.fused), 0
+        splash = devices.platform == "tpu" and not devices.keeps_scores
+        if splash:
+            by_heads, again = _padding(sizes["head"]), heads  # its result also for the product behind it
+        elif devices.platform == "tpu":
+            by_heads = (3 + _padding(sizes["head"])) / 4  # XLA turns all but the result
         turned = heads + kv_heads if model.qk_norm else 0  # a rotation's gradient needs no input
         # In units of activations: weights in their precision, and scores in fp32.
         scores = sizes["heads"] * model.context * (1 + 4 // devices.number_bytes) if devices.keeps_scores else 0
         gated = heads if model.head_gates else 0  # before their gates: 0.42 GiB of 24 × 1,024 tokens, as measured
-        cut = int(2 * by_heads * (heads + kv_heads)) + turned + gated + hidden + sizes["hidden"] + scores
+        cut = int(2 * by_heads * (heads + kv_heads)) + again + turned + gated + hidden + sizes["hidden"] + scores
         # Of the linear layers, before biases; in the kernels' layout queries, keys and values are computed again.
-        products = hidden + (0 if devices.fused else heads + 2 * kv_heads)
+        products, results = hidden + (0 if devices.fused else heads + 2 * kv_heads), 2
+        if splash:  # what its gradient needs, and of the stream's width the result of the product behind it
+            products, results = hidden + int(by_heads * 2 * (heads + kv_heads)), 1
         masks = 2 * width // devices.number_bytes if model.dropout else 0  # a byte each
         inputs = 2 if devices.fused and not model.unlike_gpt2 else 1  # the stream; in GPT-2's kernels normed as well
+        beside, backward = cls._beside(recipe, description, devices, mesh)
         return cls(
             sizes["layer"],
             (4 + model.x0_mixing) * width + masks + cut // mesh["tensor"],
-            (2 + inputs) * width + products // mesh["tensor"],
+            (results + inputs) * width + products // mesh["tensor"],
             inputs * width,
-            2 * sizes["hidden"] // mesh["tensor"] + 3 * model.value_embeddings * width,  # looked up, and for two layers
+            beside,
+            backward,
             devices.number_bytes,
         )
 
+    @staticmethod
+    def _beside(recipe: Recipe, description: Description, devices: Devices, mesh: Mapping[str, int]) -> tuple[int, int]:
+        """What no layer keeps, when the loss is computed and in the backward pass. A TPU's compiler says of each array
+        when it is there: that is counted."""
+        model, sizes = recipe.model, description.sizes
+        width, hidden = sizes["width"], sizes["hidden"]
+        heads, kv_heads = (sizes[axis] * sizes["head"] for axis in ("heads", "kv_heads"))
+        values = 3 * model.value_embeddings * width  # looked up, and for two layers
+        if devices.platform != "tpu":
+            beside = 2 * hidden // mesh["tensor"] + values
+            return beside, beside
+        exact = 4 // min(devices.number_bytes, 4)  # fp32, in units of activations
+        embedded = values + model.embedding_norm * width
+        at_loss = (2 + exact) * width + embedded  # the hidden state in fp32 before its norm, after it, its gradient
+        gradients = hidden * (1 + model.has_gate)
+        if recipe.training.remat != "none":
+            # The stream and its gradient. The sums of Splash's softmax are fp32 numbers, each repeated in all lanes.
+            sums = 0 if devices.keeps_scores else exact * sizes["heads"] * TPU_LANES
+            return at_loss, embedded + 2 * width + (gradients + sums) // mesh["tensor"]
+        # What Splash's gradient takes and gives, of which it wants copies; queries and keys are turned back in fp32.
+        copies = int(_padding(sizes["head"]) * (3 * heads + 4 * kv_heads))
+        turned = exact * (heads + kv_heads) if model.qk_norm or model.position == "rope" else 0
+        return at_loss, embedded + 3 * width + (gradients + copies + turned) // mesh["tensor"]
+
     def bytes_per_token(self, remat: str) -> tuple[int, int]:
-        """Those kept of all layers, and those of the one layer that is computed again."""
-        kept = {"none": self.everything, "products": self.products, "blocks": self.blocks}[remat]
+        """When the loss is computed, and in the backward pass, which may have computed a layer again."""
+        kept = self.layers * {"none": self.everything, "products": self.products, "blocks": self.blocks}[remat]
         again = 0 if remat == "none" else self.everything
-        return (self.layers * kept + self.beside) * self.number_bytes, again * self.number_bytes
+        return (kept + self.beside) * self.number_bytes, (kept + again + self.backward) * self.number_bytes
 
 
-def logits_bytes(description: Description, engine: str, devices: Devices, mesh: Mapping[str, int], tokens: int) -> int:
+def _padding(head: int) -> float:
+    """How much larger an array becomes whose last axis is a head, on a TPU."""
+    return -(-head // TPU_LANES) * TPU_LANES / head
+
+
+def logits_bytes(
+    recipe: Recipe, description: Description, devices: Devices, mesh: Mapping[str, int], tokens: int
+) -> int:
     """Of one chunk: kernels keep 16-bit logits, JAX's beside their gradient; elsewhere they are fp32."""
+    engine = recipe.engine
     chunk = tokens * columns(description, mesh) // logit_chunks(description, engine, devices, mesh, tokens)
-    if not _in_place(engine, devices):
-        return chunk * LOGIT_BYTES
-    return chunk * devices.number_bytes * (2 if engine == "jax" else 1)
+    if _in_place(engine, devices):
+        return chunk * devices.number_bytes * (2 if engine == "jax" else 1)
+    if devices.platform == "tpu":
+        return chunk * (TPU_LOGIT_BYTES if recipe.model.softcap is None else TPU_CAPPED_LOGIT_BYTES)
+    return chunk * LOGIT_BYTES
 
 
 def logit_chunks(description: Description, engine: str, devices: Devices, mesh: Mapping[str, int], tokens: int) -> int:

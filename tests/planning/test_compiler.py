@@ -46,6 +46,47 @@ def test_exchanges_are_counted_by_kind_and_axis_and_those_of_a_loop_as_often_as_
     ]
 
 
+TPU_PROGRAM = """HloModule jit_step
+
+%body (p: (f32[8,128], u32[])) -> (f32[8,128], u32[]) {
+  %two = u32[]{:T(128)} constant(2)
+  %counter = u32[]{:T(128)} get-tuple-element(%p), index=1
+  %send = (bf16[8,128]{1,0:T(8,128)(2,1)}, bf16[8,128]{1,0}, u32[]{:S(2)}) collective-permute-start(%x), channel_id=1, source_target_pairs={{0,2},{2,0}}
+  %next = u32[]{:T(128)} add(%counter, %two), metadata={op_name="next"}
+  ROOT %both = (f32[8,128]{1,0}, u32[]{:T(128)}) tuple(%y, %next)
+}
+
+%condition (p: (f32[8,128], u32[])) -> pred[] {
+  %limit = u32[]{:T(128)} constant(8), metadata={op_name="limit"}
+  %counter.1 = u32[]{:T(128)} get-tuple-element(%p), index=1
+  ROOT %less = pred[]{:T(512)} compare(%counter.1, %limit), direction=LT
+}
+
+%all-reduce-scatter.1 (p: f32[8]) -> f32[2] {
+  %sum = f32[8]{0} all-reduce(%p), replica_groups=mesh['a'=2,'b'=4] {'b'}, to_apply=%add
+  ROOT %own = f32[2]{0} dynamic-slice(%sum, %i), dynamic_slice_sizes={2}
+}
+
+ENTRY %main (q: f32[8,128]) -> f32[8,128] {
+  %loop = (f32[8,128]{1,0}, u32[]{:T(128)}) while(%t), condition=%condition, body=%body
+  %fsdp = f32[8,128]{1,0} all-gather(%a), replica_groups=mesh['axis_0'=2,'axis_1'=2,'axis_2'=2] {'axis_1'}, dimensions={0}
+  %outer = f32[2]{0} all-reduce(%b), replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_0':(1)4,'axis_1'}, to_apply=%add
+  %part = f32[2]{0} fusion(%b), kind=kCustom, calls=%all-reduce-scatter.1
+  %data = f32[2]{0} all-reduce(%b), replica_groups=mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'a'}, to_apply=%add
+}
+"""  # noqa: E501
+
+
+def test_a_tpus_loops_are_counted_by_their_counters_and_its_groups_by_the_axes_of_their_mesh():
+    assert list(collectives_in(TPU_PROGRAM, MESH)) == [
+        Collective("collective-permute", "fsdp", 4, 4 * 8 * 128 * 2),  # a counter from 0 to 8 in steps of 2
+        Collective("all-gather", "fsdp", 1, 8 * 128 * 4),
+        Collective("all-reduce", "data × fsdp", 1, 8),
+        Collective("all-reduce", "fsdp", 1, 8),  # devices 0 and 2, in an order that is turned
+        Collective("reduce-scatter", "fsdp × tensor", 1, 8),
+    ]
+
+
 @pytest.mark.parametrize(
     ("on", "engine", "line"),
     [

@@ -87,10 +87,16 @@ def compile_step(recipe: Recipe, vocab: int, accumulation: int, devices: Any = N
         texts = [file.read_text() for file in Path(folder).glob("*after_optimizations.txt")]
         text = max(texts, key=len, default="")  # beside that of small programs, which it may need for itself
     memory, cost = program.memory_analysis(), program.cost_analysis() or {}
-    new = memory.output_size_in_bytes - memory.alias_size_in_bytes  # what does not overwrite the old state
+    state = memory.argument_size_in_bytes
+    if engine.mesh.devices.flat[0].platform == "tpu":
+        # `temp_size_in_bytes` of libtpu 0.0.42 is larger than the buffer that its compiler assigns, by up to 38 %.
+        temporary = memory.peak_memory_in_bytes - state
+    else:
+        new = memory.output_size_in_bytes - memory.alias_size_in_bytes  # what does not overwrite the old state
+        temporary = memory.temp_size_in_bytes + new
     return CompiledStep(
-        memory.argument_size_in_bytes,
-        memory.temp_size_in_bytes + new,
+        state,
+        temporary,
         float(cost.get("flops", 0.0)),
         float(cost.get("bytes accessed", 0.0)),
         tuple(collectives_in(text, dict(engine.mesh.shape))),
@@ -107,9 +113,12 @@ def collectives_in(text: str, mesh: Mapping[str, int]) -> Iterator[Collective]:
     for name, times in _times_run(computations).items():
         for line in computations[name]:
             if found := re.search(rf"= (.+?) ({'|'.join(KINDS)})(?:-start)?\(", line):
-                total = totals.setdefault((found[2], _axes(line, mesh)), [0, 0])
+                kind, size = found[2], _result_bytes(found[1], is_start="-start(" in line)
+                if name.startswith("all-reduce-scatter"):  # as a TPU's compiler calls it: each keeps a part of the sum
+                    kind, size = "reduce-scatter", size // max(1, len(_first_group(line)))
+                total = totals.setdefault((kind, _axes(line, mesh)), [0, 0])
                 total[0] += times
-                total[1] += times * _result_bytes(found[1], is_start="-start(" in line)
+                total[1] += times * size
     for (kind, axis), (count, size) in sorted(totals.items(), key=lambda item: -item[1][1]):
         yield Collective(kind, axis, count, size)
 
@@ -133,13 +142,46 @@ def _times_run(computations: Mapping[str, list[str]]) -> dict[str, int]:
     def visit(name: str, count: int) -> None:
         times[name] = times.get(name, 0) + count
         for line in computations.get(name, []):
-            trips = re.search(r'known_trip_count[^0-9]*"?([0-9]+)', line)
+            trips = _trips(line, computations) if " while(" in line else 1
             for called in re.findall(r"(?:body|calls|to_apply)=%?([\w.\-]+)", line):
                 if called in computations:
-                    visit(called, count * (int(trips[1]) if trips and " while(" in line else 1))
+                    visit(called, count * trips)
 
     visit("", 1)
     return times
+
+
+def _trips(loop: str, computations: Mapping[str, list[str]]) -> int:
+    """How often a loop runs. A TPU's does not say so: its counter goes from 0 to a constant, in steps of another."""
+    if known := re.search(r'known_trip_count[^0-9]*"?([0-9]+)', loop):
+        return int(known[1])
+    condition, body = (_lines_by_name(computations, loop, part) for part in ("condition", "body"))
+    compared = _operands(condition.get("ROOT", ""), "compare")
+    index = re.search(r"index=([0-9]+)", condition.get(compared[0], "")) if len(compared) == 2 else None
+    limit = _constant(condition.get(compared[1], "")) if index else None
+    after = _operands(body.get("ROOT", ""), "tuple")
+    if not index or limit is None or len(after) <= int(index[1]):
+        return 1
+    steps = [_constant(body.get(name, "")) for name in _operands(body.get(after[int(index[1])], ""), "add")]
+    return -(-limit // next((step for step in steps if step), 1))
+
+
+def _lines_by_name(computations: Mapping[str, list[str]], loop: str, part: str) -> dict[str, str]:
+    """The lines of a loop's `condition` or `body` by the names that they define; that of the result as ROOT, too."""
+    called = re.search(rf"{part}=%?([\w.\-]+)", loop)
+    lines = computations.get(called[1], []) if called else []
+    named = [(found[1], line) for line in lines if (found := re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = ", line))]
+    return {**dict(named), "ROOT": next((line for line in lines if "ROOT " in line), "")}
+
+
+def _operands(line: str, operation: str) -> list[str]:
+    found = re.search(rf" {operation}\(([^)]*)\)", line)
+    return re.findall(r"%([\w.\-]+)", found[1]) if found else []
+
+
+def _constant(line: str) -> int | None:
+    found = re.search(r" constant\(([0-9]+)\)", line)
+    return int(found[1]) if found else None
 
 
 def _result_bytes(shapes: str, is_start: bool) -> int:
@@ -170,4 +212,27 @@ def _first_group(line: str) -> NDArray[np.int64]:
         numbers = np.arange(np.prod(dims)).reshape(dims)
         turned = numbers.transpose([int(n) for n in iota[3].split(",")]) if iota[3] else numbers
         return turned.reshape(shape)[0]
+    if meshed := re.search(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}", line):
+        return _group_of_axes(*meshed.groups())
     return np.array([], dtype=np.int64)
+
+
+def _group_of_axes(sizes: str, order: str, axes: str) -> NDArray[np.int64]:
+    """The first devices of `mesh['a'=4,'b'=2] {'b'}`, along some axes; of an axis' size 8, 'a':(2)4 is the part of 4
+    inside 2. `order` may say `, device_ids=([2,4]T(1,0))`: their numbers in that shape, transposed."""
+    shape = {name: int(size) for name, size in re.findall(r"'([^']+)'=([0-9]+)", sizes)}
+    numbers = np.arange(np.prod(list(shape.values())))
+    if turned := re.search(r"device_ids=\(\[([0-9,]+)\]T\(([0-9,]+)\)\)", order):
+        dims, axes_of = ([int(n) for n in text.split(",")] for text in turned.groups())
+        numbers = numbers.reshape(dims).transpose(axes_of).ravel()
+    places = np.stack(np.unravel_index(np.arange(len(numbers)), tuple(shape.values())))
+    inside = np.ones(len(numbers), dtype=bool)
+    part = {name: (int(before or 1), int(size or shape[name])) for name, before, size in _AXIS.findall(axes)}
+    for place, (name, size) in zip(places, shape.items(), strict=True):
+        before, own = part.get(name, (1, 1))
+        behind = size // (before * own)  # digits of the place: [before, own, behind]
+        inside &= (place // (own * behind) == 0) & (place % behind == 0)
+    return numbers[inside]
+
+
+_AXIS = re.compile(r"'([^']+)'(?::\(([0-9]+)\)([0-9]+))?")
