@@ -1,5 +1,7 @@
 """Meshes and the places of arrays on them."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from raygpt.config import Model  # noqa: E402
 from raygpt.engines.jax.optimizer import make_optimizer  # noqa: E402
-from raygpt.engines.jax.sharding import make_mesh, state_shardings  # noqa: E402
+from raygpt.engines.jax.sharding import _arranged, make_mesh, spreading, state_shardings  # noqa: E402
 from raygpt.errors import RaygptError  # noqa: E402
 from raygpt.models import describe  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
@@ -38,6 +40,43 @@ def test_the_open_axis_takes_what_the_others_leave(asked, devices, got):
     assert mesh.axis_names == ("data", "fsdp", "tensor", "context")
     assert mesh.devices.shape == got
     assert mesh.devices.flatten().tolist() == jax.devices()[:devices]
+
+
+@dataclass(frozen=True)
+class SliceChip:
+    """As JAX describes a chip of several slices."""
+
+    slice_index: int
+    coords: tuple[int, int, int]
+    platform: str = "tpu"
+    device_kind: str = "TPU v6 lite"
+    core_on_chip: int = 0
+
+
+def two_slices():
+    return [SliceChip(number, (x, y, 0)) for number in range(2) for y in range(2) for x in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "slices_of_fsdp"),
+    [
+        ((2, 4, 1, 1), [0, 0, 0, 0]),  # along data: fsdp stays inside a slice
+        ((4, 1, 2, 1), [0]),
+        ((1, 8, 1, 1), [0, 0, 0, 0, 1, 1, 1, 1]),  # there is no other axis
+    ],
+)
+def test_the_slices_of_tpus_are_along_the_outermost_axis(shape, slices_of_fsdp):
+    arranged = _arranged(two_slices(), shape)
+    assert arranged.shape == shape
+    assert [chip.slice_index for chip in arranged[0, :, 0, 0]] == slices_of_fsdp
+    assert len({chip.slice_index for chip in arranged[:, :, 0, 0].flat}) == 2
+
+
+def test_slices_that_data_and_fsdp_do_not_divide_are_refused():
+    with pytest.raises(
+        RaygptError, match=r"data=1 × fsdp=1 does not divide among 2 slices .* write cluster\.mesh\.data: 2"
+    ):
+        _arranged(two_slices(), (1, 1, 8, 1))
 
 
 @pytest.mark.parametrize(
@@ -77,6 +116,25 @@ def test_on_a_tpu_neighbours_on_the_mesh_are_neighbours_on_the_chips_grid():
     ]
     assert steps == [1] * 16  # in their own order some are three chips apart
     assert make_mesh(sizes(data=1, fsdp=8, tensor=2), chips).devices.shape == (1, 8, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("matrices", "mesh", "devices"),
+    [
+        (24, (2, 4, 1, 1), 8),
+        (6, (2, 4, 1, 1), 8),  # two of eight are padding
+        (4, (2, 4, 1, 1), 4),  # each device of fsdp has one: along data the same are computed twice
+        (3, (2, 4, 1, 1), 4),  # cut along fsdp, they must come together there
+        (24, (8, 1, 1, 1), 8),
+        (2, (8, 1, 1, 1), 8),
+        (1, (8, 1, 1, 1), 1),
+    ],
+)
+def test_matrices_are_divided_among_devices_unless_most_would_be_padding(matrices, mesh, devices):
+    asked = dict(zip(("data", "fsdp", "tensor", "context"), mesh, strict=True))
+    specs, over = spreading(make_mesh(asked, jax.devices()[:8]), ("fsdp", None), (matrices, 8, 16))
+    assert over == devices
+    assert specs[-1][1:] == (None, None)  # whole
 
 
 def shapes(vocab=128, context=16, width=32, heads=4, layers=2):

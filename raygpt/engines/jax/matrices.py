@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from raygpt.engines import muon
-from raygpt.engines.jax.sharding import spread_matrices, unspread_matrices
+from raygpt.engines.jax.sharding import constrain_in_turn, spreading
 from raygpt.models import Description, Parameter
 
 Array = jax.Array
@@ -38,10 +38,11 @@ class Matrices:
     def _computed(self, group: Sequence[Parameter], directions: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
         wide = [self._wide(parameter, directions[parameter.name]).astype(self.dtype) for parameter in group]
         ends = np.cumsum([len(matrices) for matrices in wide])
-        padding = jnp.zeros((-ends[-1] % self.mesh.size, *wide[0].shape[1:]), self.dtype)
-        cut = self._cut(group[0])
-        whole = spread_matrices(self.mesh, cut, jnp.concatenate([*wide, padding]))  # [matrices, rows, columns]
-        results = unspread_matrices(self.mesh, cut, muon.update_of(whole))
+        rows, columns = wide[0].shape[1:]
+        specs, devices = spreading(self.mesh, self._cut(group[0]), (int(ends[-1]), rows, columns))
+        padding = jnp.zeros((-ends[-1] % devices, rows, columns), self.dtype)
+        whole = constrain_in_turn(self.mesh, specs, jnp.concatenate([*wide, padding]))  # [matrices, rows, columns]
+        results = constrain_in_turn(self.mesh, specs[::-1], muon.update_of(whole))
         for parameter, result in zip(group, jnp.split(results, ends)[:-1], strict=True):
             like = directions[parameter.name]
             turned = result.mT if self._is_tall(parameter) else result

@@ -5,23 +5,28 @@ shard, XLA gathers a layer when it is computed) and along tensor (heads, the MLP
 """
 
 from collections.abc import Mapping, Sequence
+from math import gcd, prod
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.mesh_utils import create_device_mesh
+from jax.experimental.mesh_utils import create_device_mesh, create_hybrid_device_mesh
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from raygpt import config
+from raygpt.errors import RaygptError
 from raygpt.models import Description
 
 AXES = ("data", "fsdp", "tensor", "context")
 ROWS = ("data", "fsdp")
 RESIDUAL = P(ROWS, "context", None)  # [rows, time, width]
 BATCH = P(None, ROWS, "context")  # [accumulation, rows, time]
+DEVICES_PER_MATRIX = (
+    4  # at most, when matrices are divided: with more, computing them twice costs less than sending zeros
+)
 
 
 def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
@@ -32,10 +37,22 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Me
 
 
 def _arranged(devices: Sequence[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """In their own order; but a TPU's neighbours on a mesh axis are neighbours in its torus."""
-    if devices[0].platform == "tpu":
+    """In their own order; but a TPU's neighbours on a mesh axis are neighbours in its torus, and its slices, between
+    which it is slow, are along the outermost axes: `data`, then `fsdp`."""
+    if devices[0].platform != "tpu":
+        return np.asarray(devices).reshape(shape)
+    slices = len({getattr(device, "slice_index", None) for device in devices})
+    if slices == 1:
         return create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    return np.asarray(devices).reshape(shape)
+    data = gcd(shape[0], slices)
+    fsdp = gcd(shape[1], slices // data)
+    if data * fsdp != slices:
+        raise RaygptError(
+            f"cluster.mesh: data={shape[0]} × fsdp={shape[1]} does not divide among {slices} slices of TPUs; "
+            f"write cluster.mesh.data: {slices}"
+        )
+    inner = shape[0] // data, shape[1] // fsdp, *shape[2:]
+    return create_hybrid_device_mesh(inner, (data, fsdp, 1, 1), devices, allow_split_physical_axes=True)
 
 
 def state_shardings(mesh: Mesh, description: Description, state: Any) -> Any:
@@ -70,32 +87,33 @@ def constrain_residual(mesh: Mesh, x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, RESIDUAL))
 
 
-def spread_matrices(mesh: Mesh, cut: tuple[Any, Any], matrices: jax.Array) -> jax.Array:
-    """[matrices, rows, columns] whose rows and columns are cut along two axes of the mesh: each device gets some of the
-    matrices, whole. Their number must be a multiple of the devices'."""
-    return _constrain_in_turn(mesh, _shardings_between(mesh, cut, matrices.shape), matrices)
+def spreading(mesh: Mesh, cut: tuple[Any, Any], shape: tuple[int, int, int]) -> tuple[list[P], int]:
+    """Shardings of [matrices, rows, columns], from rows and columns that are cut along two axes of the mesh to whole
+    matrices, each on one device; and over how many devices, of whose number there must be a multiple.
 
-
-def unspread_matrices(mesh: Mesh, cut: tuple[Any, Any], matrices: jax.Array) -> jax.Array:
-    """The way back."""
-    return _constrain_in_turn(mesh, _shardings_between(mesh, cut, matrices.shape)[::-1], matrices)
-
-
-def _shardings_between(mesh: Mesh, cut: tuple[Any, Any], shape: tuple[int, ...]) -> list[P]:
-    """From cut matrices to whole ones, a sharding for each step. The first step is a slice, the others are all-to-alls
-    along one axis each: in one step, XLA would send all matrices to every device."""
+    Along an axis that cuts nothing devices have the same matrices. These are divided there too, unless each device has
+    at most one already, or there are so few that most of what is sent would be padding. The first step is a slice, the
+    others are all-to-alls along one axis each: in one step, XLA would send all matrices to every device.
+    """
     _, rows, columns = _fitting(P(None, *cut), shape, mesh)
-    copies = tuple(axis for axis in AXES if axis not in (rows, columns))  # along which devices have the same
+    devices = prod(mesh.shape[axis] for axis in (rows, columns) if axis)
+    copies: tuple[str, ...] = ()
+    for axis in reversed(AXES):
+        more = devices * mesh.shape[axis]
+        if axis not in (rows, columns) and devices < shape[0] and more <= DEVICES_PER_MATRIX * shape[0]:
+            copies, devices = (axis, *copies), more
     by_rows = (*copies, rows) if rows else copies
-    return [
+    steps = [
         P(None, rows, columns),
         P(copies, rows, columns),
         P(by_rows, None, columns),
         P((*by_rows, columns) if columns else by_rows, None, None),
     ]
+    return steps, devices
 
 
-def _constrain_in_turn(mesh: Mesh, specs: Sequence[P], array: jax.Array) -> jax.Array:
+def constrain_in_turn(mesh: Mesh, specs: Sequence[P], array: jax.Array) -> jax.Array:
+    """An array with one sharding after the other."""
     for spec in specs:
         array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
     return array
