@@ -13,6 +13,8 @@ def measured(events: list[Event], run: Prepared, began: float) -> dict[str, Any]
     about = next(event.about for event in events if isinstance(event, Started))
     logged = [event.line() for event in events if isinstance(event, StepLogged | Validated)]
     trained = [pair for pair in pairwise(logged) if all("loss" in line for line in pair)]
+    if not trained:
+        raise ValueError("no two steps are logged in a row: training.log_every must be less than half of eval_every")
     seconds = sum(after["time"] - before["time"] for before, after in trained)
     speed = sum(after["tokens"] - before["tokens"] for before, after in trained) / seconds
     share = mfu(speed, run.totals.flops_per_token, about["device"], int(about["devices"]))

@@ -16,7 +16,7 @@ from raygpt.corpus import tokenizers
 from raygpt.engines import engine_of
 from raygpt.engines.base import Engine
 from raygpt.errors import RaygptError
-from raygpt.planning.split import split_batch
+from raygpt.planning.micro_batch_size import split_batch
 from raygpt.runs import RECIPE
 from raygpt.testing.session import LocalSession
 from raygpt.training import prepared

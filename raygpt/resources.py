@@ -11,7 +11,7 @@ from typing import Literal
 from raygpt.config import Cluster
 from raygpt.errors import RaygptError
 from raygpt.formatting import size
-from raygpt.planning.split import PROCESS_BYTES
+from raygpt.planning.micro_batch_size import PROCESS_BYTES
 
 Accelerator = Literal["cpu", "gpu", "tpu"]
 Resources = dict[str, float]

@@ -94,9 +94,9 @@ def serve(
     import contextlib
 
     from raygpt.serving.app import Limits
+    from raygpt.serving.cli_options import api_key, models_of
     from raygpt.serving.deployment import Replicas, deployed, listen
     from raygpt.serving.deployment import run as serve_until_interrupted
-    from raygpt.serving.options import api_key, models_of
     from raygpt.show import console, results
 
     key = api_key(host, api_key_file)

@@ -12,7 +12,7 @@ from raygpt.models import Description, describe
 from raygpt.planning.corpus import Corpus, look_up
 from raygpt.planning.loss import Loss, expected_loss, size_of
 from raygpt.planning.memory import Memory, step_memory
-from raygpt.planning.split import Split, split_batch
+from raygpt.planning.micro_batch_size import Split, split_batch
 from raygpt.planning.step_time import StepTime, step_time
 from raygpt.planning.target import Target, devices_on, precision_on
 from raygpt.training.totals import in_steps

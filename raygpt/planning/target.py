@@ -16,7 +16,7 @@ from raygpt.engines.precision import choose_precision
 from raygpt.errors import RaygptError
 from raygpt.host import cores, memory_for_work
 from raygpt.planning.devices import ALIASES, DEVICES, GB, GIB, TERA, Device, device_of
-from raygpt.planning.split import NUMBER_BYTES, cpu_devices
+from raygpt.planning.micro_batch_size import NUMBER_BYTES, cpu_devices
 
 HERE = "here"
 DIMENSIONS = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}

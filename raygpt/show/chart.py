@@ -125,8 +125,10 @@ def plot(
     )
 
 
-def picture(title: str, legend: Sequence[str], curves: Sequence[Curve], marks: Sequence[Mark] = ()) -> str:
-    """An SVG file that needs nothing else: curves over the steps, a title, and what each colour stands for."""
+def picture(
+    title: str, legend: Sequence[str], curves: Sequence[Curve], marks: Sequence[Mark] = (), axis: str = "step"
+) -> str:
+    """An SVG file that needs nothing else: curves over one of AXES, a title, and what each colour stands for."""
     colours = "".join(f"--c{n}:{colour};" for n, colour in enumerate(PICTURE_COLOURS))
     size = f' x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP - BOTTOM}"'
     names = "\N{EM SPACE}".join(
@@ -138,8 +140,8 @@ def picture(title: str, legend: Sequence[str], curves: Sequence[Curve], marks: S
         f"<style>svg {{ {colours} --soft:#868e96; --line:#868e96; --grid:#868e9640; }}\n{style()}</style>\n"
         f'<text x="{LEFT}" y="18">{escape(title)}</text>\n'
         f'<text x="{WIDTH - RIGHT}" y="18" text-anchor="end">{names}</text>\n'
-        f"{plot(title, 'step', frame_of(curves), curves, marks, size)}\n"
-        f'<text x="{(WIDTH + LEFT - RIGHT) / 2:g}" y="{HEIGHT - 6}" text-anchor="middle">step</text>\n</svg>\n'
+        f"{plot(title, axis, frame_of(curves), curves, marks, size)}\n"
+        f'<text x="{(WIDTH + LEFT - RIGHT) / 2:g}" y="{HEIGHT - 6}" text-anchor="middle">{axis}</text>\n</svg>\n'
     )
 
 

@@ -13,7 +13,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
 from raygpt.config import Model  # noqa: E402
-from raygpt.engines.jax import layers  # noqa: E402
+from raygpt.engines.jax import layers, rope  # noqa: E402
 from raygpt.engines.jax.kernels import norm_rotate, resident_loss  # noqa: E402
 from raygpt.engines.jax.kernels.add_norm import add_norm, add_norm_plain  # noqa: E402
 from raygpt.engines.jax.kernels.bias_gelu import bias_gelu, bias_gelu_plain  # noqa: E402
@@ -165,7 +165,7 @@ def test_queries_normed_and_rotated_at_once_are_the_same(head, with_gain, monkey
     params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params", reason="JAX's own way to interpret it")
     monkeypatch.setattr(norm_rotate, "FEWEST_PROGRAMS", 2)  # so that a program has several tiles
     model = qk_normed(head)
-    rotation = layers.rotation(model, jnp.arange(64), BF16)
+    rotation = rope.rotation(model, jnp.arange(64), BF16)
     cos, sin = (angles[:, 0] for angles in rotation)
     x, d_rotated = draw(0, 2, 64, 2, head, dtype=BF16), draw(1, 2, 64, 2, head, dtype=BF16)
     gain = 1 + 0.3 * draw(2, head) if with_gain else None

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="needs Triton, which PyTorch for GPUs brings along")
 
 from raygpt.config import Model  # noqa: E402
-from raygpt.engines.torch import layers  # noqa: E402
+from raygpt.engines.torch import layers, rope  # noqa: E402
 from raygpt.engines.torch.kernels import loss, norm_rotate  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,7 +59,7 @@ def test_queries_and_keys_are_normed_and_rotated_as_by_the_plain_layers(heads, k
             norm.weight.data = 1 + 0.3 * draw(head)
     x, rotation = (
         draw(3, 32, model.width),
-        layers.rotations(torch.arange(32, device=DEVICE), head, 1e4, 1.0, torch.float32),
+        rope.rotations(torch.arange(32, device=DEVICE), head, 1e4, 1.0, torch.float32),
     )
     weights = [draw(3, 32, width // head, head) for width in widths]
 

@@ -117,8 +117,8 @@ def test_a_run_that_is_training_is_reloaded_at_each_checkpoint(trained_run, tmp_
 
 @pytest.mark.extended
 def test_a_run_on_s3_is_served_as_one_on_a_disk(theirs, runs, s3):
+    from raygpt.serving.cli_options import models_of
     from raygpt.serving.model import RunModel
-    from raygpt.serving.options import models_of
 
     import_run(theirs, f"{s3}/served", "jax")
     texts = []

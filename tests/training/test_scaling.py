@@ -12,7 +12,7 @@ import ray
 import raygpt
 from raygpt.engines import for_gpus
 from raygpt.errors import RaygptError
-from raygpt.planning.split import PROCESS_BYTES, cpu_devices, split_batch
+from raygpt.planning.micro_batch_size import PROCESS_BYTES, cpu_devices, split_batch
 from raygpt.recipes import check_part, load_recipe
 from raygpt.training.ray import memory, scaling
 

@@ -19,19 +19,9 @@ from raygpt.engines.chunks import IN_PLACE_LOGITS, chunk_count
 from raygpt.engines.jax.devices import name_of
 from raygpt.engines.jax.embedding import embed, look_up
 from raygpt.engines.jax.kernels import add_norm, bias_gelu, cross_entropy, launch, norm_rotate
-from raygpt.engines.jax.layers import (
-    Array,
-    AttentionInputs,
-    Parameters,
-    Rotation,
-    Shared,
-    block,
-    dropout,
-    norm,
-    norm_and_rotate,
-    rotation,
-)
+from raygpt.engines.jax.layers import Array, AttentionInputs, Parameters, Shared, block, dropout, norm, norm_and_rotate
 from raygpt.engines.jax.model import Layers, blocks_of, unstack
+from raygpt.engines.jax.rope import Rotation, rotation
 from raygpt.engines.jax.step import Forward, Losses
 from raygpt.models import value_table_of
 

@@ -1,4 +1,4 @@
-"""The layers that a model is made of: norm, attention's projections, RoPE, MLP, logits.
+"""The layers that a model is made of: norm, attention's projections, MLP, logits.
 
 Parameters are fp32; autocast makes the matrix products in the dtype of the arithmetic. Norms, rotations and soft-caps
 are computed in fp32 at least.
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from raygpt.config import Model
 from raygpt.engines.torch.devices import accurate
 from raygpt.engines.torch.kernels import norm_rotate
+from raygpt.engines.torch.rope import rotate
 
 SLOPE = 2 * (2 / math.pi) ** 0.5  # GELU is x · logistic(2u), with 2u = x (SLOPE + CURVE x²)
 CURVE = 0.044715 * SLOPE
@@ -108,32 +109,6 @@ def _apart(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
         # One DTensor for all of them: the gradients of x are summed over the processes once, not for each.
         x = DTensor.from_local(x, layers[0].weight.device_mesh, [Replicate()], run_check=False)
     return [layer(x) for layer in layers]
-
-
-@torch.library.custom_op("raygpt::rotations", mutates_args=())
-def rotations(positions: Tensor, head: int, base: float, share: float, dtype: torch.dtype) -> Tensor:
-    """cos and sin of the angles by which RoPE rotates the pairs of a head at positions [time] or [rows, time]:
-    [2, …, time, 1, head / 2]. Pairs beyond the share that rotates have angle 0.
-
-    It is an operation of its own so that it is computed once: PyTorch's compiler would compute what comes of so few
-    numbers again in every kernel that needs it.
-    """
-    pair = torch.arange(head // 2, device=positions.device)
-    speeds = 1 / base ** (2 * pair.to(dtype) / head)
-    angles = positions[..., None, None] * speeds.where(pair < int(share * head / 2), 0)
-    return torch.stack([angles.cos(), angles.sin()])
-
-
-@rotations.register_fake
-def _(positions: Tensor, head: int, base: float, share: float, dtype: torch.dtype) -> Tensor:
-    return positions.new_empty((2, *positions.shape, 1, head // 2), dtype=dtype)
-
-
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """RoPE: x [rows, time, heads, head] with every pair (i, i + head / 2) rotated."""
-    cos, sin = rotation
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 def gate_heads(gate: nn.Linear | None, x: Tensor, heads: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from raygpt.engines.padding import padded_vocab
 from raygpt.engines.torch.attention import Attention, Cache, Span, causal
 from raygpt.engines.torch.devices import accurate
 from raygpt.engines.torch.dropout import dropout
-from raygpt.engines.torch.layers import Gain, Norm, attention_inputs, full, gate_heads, mlp, rotations
+from raygpt.engines.torch.layers import Gain, Norm, attention_inputs, full, gate_heads, mlp
+from raygpt.engines.torch.rope import rotations
 from raygpt.models import Description, describe, value_table_of
 
 

@@ -23,7 +23,7 @@ from raygpt.errors import RaygptError, TransientError
 from raygpt.formatting import size
 from raygpt.host import cores, host_memory, memory_for_work
 from raygpt.planning.devices import ray_device
-from raygpt.planning.split import cpu_devices, split_batch, worker_bytes
+from raygpt.planning.micro_batch_size import cpu_devices, split_batch, worker_bytes
 from raygpt.planning.target import Target, devices_on
 from raygpt.training.ray.scaling import Workers, alive_nodes, is_our_own, on_node
 

@@ -16,7 +16,7 @@ from raygpt.config import Cluster
 from raygpt.engines import for_gpus
 from raygpt.errors import RaygptError, TransientError
 from raygpt.host import cores, host_memory
-from raygpt.planning.split import PROCESS_BYTES
+from raygpt.planning.micro_batch_size import PROCESS_BYTES
 from raygpt.ray_private import internal_kv_get, is_autoscaler_v2, worker
 from raygpt.resources import (
     Accelerator,

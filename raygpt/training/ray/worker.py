@@ -18,7 +18,7 @@ from raygpt.engines.base import Engine
 from raygpt.errors import RaygptError, StorageError
 from raygpt.planning.corpus import Corpus
 from raygpt.planning.forecast import forecast
-from raygpt.planning.split import split_batch
+from raygpt.planning.micro_batch_size import split_batch
 from raygpt.planning.target import found_target
 from raygpt.runs import RECIPE, records
 from raygpt.training.events import BatchSplit

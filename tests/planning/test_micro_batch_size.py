@@ -8,7 +8,7 @@ from conftest import CHECKOUT
 
 from raygpt.engines.base import Devices
 from raygpt.errors import RaygptError
-from raygpt.planning.split import PROCESS_BYTES, cpu_devices, split_batch, worker_bytes
+from raygpt.planning.micro_batch_size import PROCESS_BYTES, cpu_devices, split_batch, worker_bytes
 from raygpt.planning.target import parse_target
 from raygpt.recipes import load_recipe
 

@@ -3,7 +3,7 @@
 import pytest
 
 from raygpt.errors import RaygptError
-from raygpt.serving.options import _parts, api_key
+from raygpt.serving.cli_options import _parts, api_key
 
 
 @pytest.mark.parametrize(
