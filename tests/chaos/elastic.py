@@ -62,7 +62,9 @@ def row_hash(row):
 
 def prepare(engine, precision, folder, name, log_every, save_every, **cluster):
     text = Path(folder, "text.txt")
-    text.write_text("".join(f"the cat sat on mat {n % 7}\n<|endoftext|>\n" for n in range(400)))
+    # Not to be learnt: where the gradient is nearly zero in most directions, Muon amplifies rounding most.
+    letters = np.random.default_rng(0).integers(ord("a"), ord("z") + 1, (400, 20), np.uint8)
+    text.write_text("".join(f"{line.tobytes().decode()}\n<|endoftext|>\n" for line in letters))
     return {
         "engine": engine,
         "model": {"layers": 1, "heads": 2, "width": 16, "context": 16, "dropout": 0.1, "precision": precision},
