@@ -9,7 +9,7 @@ stated speed, and was not measured either.
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from math import prod
+from math import gcd, prod
 
 from raygpt.config import Recipe
 from raygpt.engines.base import Devices
@@ -22,6 +22,7 @@ from raygpt.planning.target import Target
 INPUT_BANDWIDTH = 16e9  # bytes/s from the host: PCIe 4
 HIDDEN = 2 / 3  # of the time of computing, as much exchange can go on behind it: the backward pass
 NOT_HIDDEN = 0.1  # of the exchange, at least: the first gather, the last sum
+CLOSED_SIDE = 16  # chips of a side of v5e and v6e, whose ends are connected; those of v4 and v5p are from 4 on
 
 
 @dataclass(frozen=True)
@@ -173,23 +174,63 @@ def exchange(
     accumulation: int,
     number_bytes: int,
 ) -> float:
-    """Seconds in which a device sends: gathered parameters and summed gradients along fsdp and data, activations along
-    tensor and context. The outermost axis goes over the network where there are several nodes or slices."""
-    shards, sizes = Shards(description, mesh), description.sizes
-    whole = sum(shards.count(p, ("tensor",)) for p in description.parameters)
-    forwards = 2 if recipe.training.remat == "none" else 3
-    fsdp = accumulation * whole * (forwards * number_bytes + 4) * _of_others(mesh["fsdp"])
-    data = 2 * 4 * shards.own * _of_others(mesh["data"])
-    stream = tokens * mesh["tensor"] * number_bytes * sizes["layer"]  # of a group's tokens
-    tensor = 8 * stream * sizes["width"] * _of_others(mesh["tensor"])  # four sums a layer, each sent twice
-    context = 4 * stream * sizes["kv_heads"] * sizes["head"] * (mesh["context"] - 1)
-    sent = {"data": data, "fsdp": fsdp, "tensor": tensor, "context": context}
-    outer = next((axis for axis in ("data", "fsdp") if mesh[axis] % target.groups == 0), None)
-    device, seconds = target.device, 0.0
-    for axis, count in sent.items():
-        crosses = target.groups > 1 and (axis == outer or outer is None)
-        seconds += count / (device.network if crosses else device.link)
+    """Seconds in which a device sends. Nodes or slices are along the outermost axes, `data` and then `fsdp`; an axis
+    that has devices in several is summed or gathered inside each first, so that a device sends only its part beyond."""
+    sent = sent_bytes(recipe, description, mesh, tokens, accumulation, number_bytes)
+    groups, seconds = target.groups, 0.0
+    for axis in ("data", "fsdp", "context", "tensor"):
+        outer = gcd(mesh[axis], groups)
+        groups, inner = groups // outer, mesh[axis] // outer
+        seconds += sent[axis] / _link(target, inner) if inner > 1 else 0.0
+        seconds += sent[axis] / inner / target.device.network if outer > 1 else 0.0
     return seconds
+
+
+def sent_bytes(
+    recipe: Recipe,
+    description: Description,
+    mesh: Mapping[str, int],
+    tokens: float,
+    accumulation: int,
+    number_bytes: int,
+) -> dict[str, float]:
+    """Bytes that a device sends in a step along each axis: parameters and summed gradients along fsdp and data,
+    activations along tensor and context. docs/scale.md compares those of JAX with compiled programs."""
+    shards, sizes = Shards(description, mesh), description.sizes
+    parameters = description.parameters
+    whole = {p.name: shards.count(p, ("tensor",)) for p in parameters}
+    layers, tables = (sum(whole[p.name] for p in parameters if p.is_stacked == stacked) for stacked in (True, False))
+    others = {axis: _of_others(size) for axis, size in mesh.items()}
+    stream = tokens * mesh["tensor"] * number_bytes * sizes["layer"]  # of a group's tokens
+    sent = {
+        "tensor": 8 * stream * sizes["width"] * others["tensor"],  # four sums a layer, each sent twice
+        "context": 4 * stream * sizes["kv_heads"] * sizes["head"] * (mesh["context"] - 1),
+    }
+    if recipe.engine == "torch":
+        forwards = 2 if recipe.training.remat == "none" else 3
+        fsdp = (layers + tables) * (forwards * number_bytes + 4)
+        return {**sent, "fsdp": accumulation * fsdp * others["fsdp"], "data": 8 * shards.own * others["data"]}
+    # Of a layer that is computed again, only what comes before attention is gathered a third time.
+    attention = {name: whole[f"blocks.{name}.kernel"] for name in ("query", "key", "value", "out")}
+    again = sum(attention.values()) - attention["out"] if recipe.training.remat != "none" else 0
+    # Gradients are rounded before they are summed, but for the output table's. Only the MLP's are left divided by the
+    # sum; those of attention and of the tables are summed whole, which sends them twice.
+    added = layers + sum(attention.values())
+    summed = 2 * (number_bytes * tables + (4 - min(4, number_bytes)) * whole[description.output_table])
+    spread = 2 * number_bytes * shards.stacked if recipe.optimizer.kind == "muon" else 0  # there and back
+    fsdp = accumulation * (number_bytes * (2 * layers + tables + again + added) + summed) + spread
+    data = 2 * number_bytes * shards.stacked + summed / mesh["fsdp"]
+    return {**sent, "fsdp": fsdp * others["fsdp"], "data": accumulation * data * others["data"]}
+
+
+def _link(target: Target, size: int) -> float:
+    """Bytes/s that a device sends along an axis of so many devices in its node or slice. In a slice an axis that is no
+    longer than its sides has the links of one dimension; and half of them if its ends are not connected."""
+    device, sides = target.device, target.sides
+    if not sides:
+        return device.link
+    closed = min(sides) % 4 == 0 if len(sides) == 3 else max(sides) >= CLOSED_SIDE
+    return device.link / (1 if size > max(sides) else len(sides)) / (1 if closed else 2)
 
 
 def _of_others(count: int) -> float:

@@ -34,6 +34,11 @@ class Target:
     name: str = HERE
 
     @property
+    def sides(self) -> tuple[int, ...]:
+        """Of a slice of TPUs, in chips; none of other devices."""
+        return tuple(int(size) for size in self.name.partition(":")[2].split("x") if size)
+
+    @property
     def per_group(self) -> int:
         return self.count // self.groups
 

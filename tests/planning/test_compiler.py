@@ -62,6 +62,14 @@ TPU_PROGRAM = """HloModule jit_step
   ROOT %less = pred[]{:T(512)} compare(%counter.1, %limit), direction=LT
 }
 
+%async_collective_fusion.1 (p: f32[2,8]) -> f32[4,8] {
+  ROOT %gather.1 = f32[4,8]{1,0} all-gather(%p), channel_id=2, replica_groups=mesh['a'=2,'b'=4] {'a'}, dimensions={0}
+}
+
+%async_collective_fusion.2 (p: f32[2,8]) -> f32[4,8] {
+  ROOT %gather.2 = f32[4,8]{1,0} all-gather(%p), channel_id=2, replica_groups=mesh['a'=2,'b'=4] {'a'}, dimensions={0}
+}
+
 %all-reduce-scatter.1 (p: f32[8]) -> f32[2] {
   %sum = f32[8]{0} all-reduce(%p), replica_groups=mesh['a'=2,'b'=4] {'b'}, to_apply=%add
   ROOT %own = f32[2]{0} dynamic-slice(%sum, %i), dynamic_slice_sizes={2}
@@ -69,6 +77,8 @@ TPU_PROGRAM = """HloModule jit_step
 
 ENTRY %main (q: f32[8,128]) -> f32[8,128] {
   %loop = (f32[8,128]{1,0}, u32[]{:T(128)}) while(%t), condition=%condition, body=%body
+  %begun = f32[4,8]{1,0} fusion(%a), kind=kCustom, calls=%async_collective_fusion.1
+  %done = f32[8,128]{1,0} fusion(%a), kind=kCustom, calls=%async_collective_fusion.2
   %fsdp = f32[8,128]{1,0} all-gather(%a), replica_groups=mesh['axis_0'=2,'axis_1'=2,'axis_2'=2] {'axis_1'}, dimensions={0}
   %outer = f32[2]{0} all-reduce(%b), replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_0':(1)4,'axis_1'}, to_apply=%add
   %part = f32[2]{0} fusion(%b), kind=kCustom, calls=%all-reduce-scatter.1
@@ -81,6 +91,7 @@ def test_a_tpus_loops_are_counted_by_their_counters_and_its_groups_by_the_axes_o
     assert list(collectives_in(TPU_PROGRAM, MESH)) == [
         Collective("collective-permute", "fsdp", 4, 4 * 8 * 128 * 2),  # a counter from 0 to 8 in steps of 2
         Collective("all-gather", "fsdp", 1, 8 * 128 * 4),
+        Collective("all-gather", "data", 1, 4 * 8 * 4),  # one, in two parts
         Collective("all-reduce", "data × fsdp", 1, 8),
         Collective("all-reduce", "fsdp", 1, 8),  # devices 0 and 2, in an order that is turned
         Collective("reduce-scatter", "fsdp × tensor", 1, 8),

@@ -14,6 +14,7 @@ from raygpt.corpus.index import Index
 from raygpt.errors import RaygptError
 from raygpt.planning.forecast import forecast
 from raygpt.planning.search import fastest, helpful_changes
+from raygpt.planning.step_time import _link, exchange, sent_bytes
 from raygpt.planning.target import parse_target
 from raygpt.recipes import load_recipe
 
@@ -153,3 +154,30 @@ def test_a_plan_imports_neither_an_engine_nor_ray():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("on", "size", "gb"),
+    [
+        ("v6e:16x16", 64, 448),  # longer than a side: all links
+        ("v6e:16x16", 16, 224),  # one dimension's
+        ("v6e:4x4", 16, 224),  # sides whose ends are not connected
+        ("v6e:4x4", 4, 112),
+        ("v5p:4x4x4", 16, 600),
+        ("8xh100", 8, 450),
+    ],
+)
+def test_an_axis_has_the_links_of_the_sides_of_a_slice_that_it_needs(on, size, gb):
+    assert _link(parse_target(on), size) == gb * 1e9
+
+
+def test_between_slices_a_chip_sends_only_its_part(tmp_path):
+    """Sums along data are made inside each slice first."""
+    changes = {"cluster.mesh": {"data": -1, "fsdp": 64}, "training.batch_tokens": 1024 * 1024}
+    one, two = (planned("modern-1.5b", on, tmp_path, **changes) for on in ("v6e:16x16", "2*v6e:16x16"))
+    sent = [
+        exchange(plan.recipe, plan.description, plan.target, plan.mesh, 0.0, 1, plan.devices.number_bytes)
+        for plan in (one, two)
+    ]
+    along_data = sent_bytes(two.recipe, two.description, two.mesh, 0.0, 1, two.devices.number_bytes)["data"]
+    assert sent[1] - sent[0] == pytest.approx(along_data / 4 / 12.5e9, rel=0.2)

@@ -120,6 +120,20 @@ def test_plans_are_within_a_tenth_of_what_the_tpus_compiler_needs(monkeypatch):
         assert planned == pytest.approx(figures[name]["total_gib"], rel=0.1), name
 
 
+def test_plans_of_up_to_two_slices_are_near_what_the_compiler_needs_and_sends(monkeypatch):
+    """benchmarks/scale.py: models of 1.5 B on 16, 64, 256 and 512 chips. Bytes within a fifth along fsdp."""
+    pytest.importorskip("jax")
+    file = CHECKOUT / "benchmarks" / "scale.py"
+    monkeypatch.syspath_prepend(file.parent)
+    benchmark = runpy.run_path(str(file))
+    figures = json.loads((file.parent / "results" / "scale-compiled.json").read_text())["figures"]["cases"]
+    assert figures.keys() == benchmark["cases"]().keys()
+    for name, case in benchmark["cases"]().items():
+        memory, sent = benchmark["planned"](case)
+        assert memory / GIB == pytest.approx(figures[name]["gib"], rel=0.1), name
+        assert sent["fsdp"] / 2**20 == pytest.approx(figures[name]["sent_mib"]["fsdp"], rel=0.21), name
+
+
 @pytest.mark.parametrize(
     ("engine", "fused", "preset", "rows", "context", "gib"),
     [

@@ -110,9 +110,15 @@ def collectives_in(text: str, mesh: Mapping[str, int]) -> Iterator[Collective]:
     """Every exchange of a compiled program, those of one kind and axis together, loops counted as often as they run."""
     computations = _computations(text)
     totals: dict[tuple[str, str], list[int]] = {}
+    begun: set[str] = set()  # channels of exchanges that a TPU's program cuts into several fused computations
     for name, times in _times_run(computations).items():
         for line in computations[name]:
             if found := re.search(rf"= (.+?) ({'|'.join(KINDS)})(?:-start)?\(", line):
+                if re.match(r"async_collective|fused_", name):
+                    channel = "".join(re.findall(r"channel_id=[0-9]+", line)) or line
+                    if channel in begun:
+                        continue
+                    begun.add(channel)
                 kind, size = found[2], _result_bytes(found[1], is_start="-start(" in line)
                 if name.startswith("all-reduce-scatter"):  # as a TPU's compiler calls it: each keeps a part of the sum
                     kind, size = "reduce-scatter", size // max(1, len(_first_group(line)))
