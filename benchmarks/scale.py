@@ -22,7 +22,7 @@ from raygpt.engines.padding import padded_vocab
 from raygpt.errors import RaygptError
 from raygpt.models import describe
 from raygpt.planning.memory import step_memory
-from raygpt.planning.split import FILLED, split_batch
+from raygpt.planning.micro_batch_size import FILLED, split_batch
 from raygpt.planning.step_time import exchange, sent_bytes, step_time
 from raygpt.planning.target import Target, devices_on, parse_target, precision_on
 from raygpt.recipes import load_recipe
