@@ -23,6 +23,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,16 +31,15 @@ import record
 from numpy.typing import NDArray
 
 from raygpt.corpus import pipeline, tokenizers
-from raygpt.corpus.blocks import BLOCK
 from raygpt.corpus.cache import Block, Need
-from raygpt.corpus.extents import Extent, token_counts
+from raygpt.corpus.extents import Extent
 from raygpt.corpus.feed import Feed, rows_of_worker
-from raygpt.corpus.fetching import CachedShards, Piece
+from raygpt.corpus.fetching import CachedShards
 from raygpt.corpus.index import Index
 from raygpt.corpus.lanes import Group
 from raygpt.corpus.prepare import prepare
 from raygpt.corpus.scatter import scatter
-from raygpt.corpus.shards import SCATTERED, Header, write_shard
+from raygpt.corpus.shards import Header, write_shard
 from raygpt.corpus.store import TokenStore, open_store
 from raygpt.testing.object_store import ArithmeticStore
 from raygpt.training.prefetch import prefetch
@@ -176,36 +176,24 @@ def needed_later(shards: CachedShards, feed: Feed, batch: int, rows: range) -> i
 
 
 def restart(cache_gb: float, rows: range, batch: int, endpoint: str) -> dict[str, Any]:
-    """What a new process fetches for a batch, and how much of that was in the cache."""
+    """What a new process fetches until it has a batch, and how much of that was in the cache."""
     store, feed = opened(cache_gb)
     shards = store.train.cached
     assert shards
-    _, starts = feed._order(0).starts(batch * ROWS + np.array(rows))
-    absent, before = missing_bytes(shards, starts), read_counts(endpoint).get("bytes", 0)
-    store.train.windows(starts, CONTEXT + 1)
+    held, before = written(shards), read_counts(endpoint).get("bytes", 0)
+    feed.rows(batch, rows)
     fetched = read_counts(endpoint).get("bytes", 0) - before
     store.train.close()
+    again = [path for path, when in written(shards).items() if held.get(path, when) != when]
     return {
-        "MB fetched for the first batch after a restart": fetched / 1e6,
-        "bytes of it that the cache had": fetched - absent,
+        "MB fetched until the first batch after a restart": fetched / 1e6,
+        "bytes of it that the cache had": sum(path.stat().st_size for path in again),
     }
 
 
-def missing_bytes(shards: CachedShards, starts: NDArray[np.int64]) -> int:
-    """Bytes of the windows' blocks, and of their shards' heads, that the cache does not have."""
-    counts = token_counts(shards.index.train)
-    ends, absent = np.cumsum(counts), 0
-    pieces = [
-        Piece(shard, start - int(ends[shard] - counts[shard]), CONTEXT + 1)
-        for start, shard in zip(starts.tolist(), np.searchsorted(ends, starts, side="right").tolist(), strict=True)
-    ]
-    for block in {block for piece in pieces for block in shards._blocks(piece)}:
-        size = min(BLOCK, int(counts[block.shard]) * 2 - block.number * BLOCK)
-        absent += size * (not shards.cache.path(block).exists())
-    for shard in {piece.shard for piece in pieces}:
-        head = Header(np.dtype("<u2"), int(counts[shard]), shards.index.tokenizer, version=SCATTERED).offset
-        absent += head * (not shards.cache.path(Block(shards.index.fingerprint, shard, -1)).exists())
-    return absent
+def written(shards: CachedShards) -> dict[Path, int]:
+    """When each block in the cache was written."""
+    return {path: path.stat().st_mtime_ns for path in shards.cache.folder.glob("*/*/*") if path.suffix != ".tmp"}
 
 
 def speed(words: argparse.Namespace) -> dict[str, Any]:

@@ -38,8 +38,11 @@ class ReadAhead:
         with self._changed:
             if rows != self._rows or batch not in (self._batch, self._batch + 1):
                 self._rows, self._context, self._upcoming, self._pace = rows, context, upcoming(), FIRST_PACE_S
+                self._batch = batch
                 self._groups.clear()
                 self._note_change()
+                # Before the batch fetches anything: that might evict what it needs itself, or the next ones.
+                self._shards.cache.publish(self._plan())
             elif batch > self._batch:
                 self._pace += 0.1 * (time.monotonic() - self._since - self._pace)
             self._batch, self._since = batch, time.monotonic()

@@ -111,6 +111,33 @@ def test_nothing_is_fetched_again_that_is_still_there(server: ObjectStore) -> No
     store.train.close()
 
 
+def test_a_process_says_what_it_needs_before_its_first_batch_could_evict_that(
+    server: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    published: list[Need] = []
+
+    def publish(cache: BlockCache, needs: list[Need]) -> None:
+        done.append("publish")
+        published.extend(needs)
+
+    def add(cache: BlockCache, blocks: object, when: float) -> bool:
+        done.append("add")
+        return True
+
+    monkeypatch.setattr("raygpt.corpus.readahead.ReadAhead._work", lambda self: None)
+    monkeypatch.setattr(BlockCache, "publish", publish)
+    monkeypatch.setattr(BlockCache, "add", add)
+    store, feed = opened()
+    assert feed.rows(70).tolist() == expected(feed, 70)
+    store.train.close()
+    assert done[0] == "publish"
+    assert "add" in done
+    _, starts = feed._order(0).starts(70 * ROWS + np.arange(ROWS))
+    shards = set(np.searchsorted(np.cumsum(STORE.counts), starts, side="right").tolist())
+    assert shards <= {need.shard for need in published}
+
+
 def wait_until_idle(server: ObjectStore) -> None:
     for _ in range(600):
         before = server.counts["requests"]
