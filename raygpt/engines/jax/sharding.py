@@ -24,9 +24,8 @@ AXES = ("data", "fsdp", "tensor", "context")
 ROWS = ("data", "fsdp")
 RESIDUAL = P(ROWS, "context", None)  # [rows, time, width]
 BATCH = P(None, ROWS, "context")  # [accumulation, rows, time]
-DEVICES_PER_MATRIX = (
-    4  # at most, when matrices are divided: with more, computing them twice costs less than sending zeros
-)
+# At most, when matrices are divided: with more, computing them twice costs less than sending zeros.
+DEVICES_PER_MATRIX = 4
 
 
 def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
