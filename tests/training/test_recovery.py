@@ -131,7 +131,11 @@ def driver(recipe):
         for part, values in SMALL.items():
             words += [f"{part}.{key}={value}" for key, value in values.items()]
         words += ["training.steps=4000", f"run.name={name}"]
-        environment = {**os.environ, **variables, "PYTHONPATH": str(Path(raygpt.__file__).parents[1])}
+        quickly = {
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"
+        }  # as in the session's cluster: other programs round differently
+        found = {"PYTHONPATH": str(Path(raygpt.__file__).parents[1])}
+        environment = {**os.environ, **variables, **quickly, **found}
         command = [sys.executable, "-m", "raygpt", "train", "tiny", *words]
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
