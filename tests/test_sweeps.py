@@ -27,7 +27,6 @@ def test_bad_input_is_one_line(raygpt, words, line):
     assert err.startswith("error: ")
 
 
-@pytest.mark.extended
 def test_a_sweep_through_ray_answers_and_leaves_ordinary_runs(ray_cluster, raygpt, trained_run, tmp_path):
     tokens = trained_run("jax").parent / "tokens"
     small = "model.layers=1 model.heads=2 model.width=16 model.context=32 training.batch_tokens=128 training.steps=100"

@@ -150,11 +150,11 @@ def runner(folder: str, recipe: Recipe, watch: Watch, say: Callable[[Event], Non
     stopping = threading.Event()
     with locked(folder) as check_lock:
         clear_stop_request(folder)
-        with stoppable(folder, stopping.set, say) as poll:
+        with stoppable(folder, stopping.set, say) as check_stop:
 
             def poll() -> None:
                 check_lock()
-                poll()
+                check_stop()
 
             yield Runner(folder, room_for(recipe, say), watch, poll, stopping)
 
