@@ -21,7 +21,7 @@ from raygpt.training.ray.backend import Processes
 from raygpt.training.ray.mailbox import open_mailbox
 from raygpt.training.ray.scaling import choose_workers
 from raygpt.training.ray.trainer import Trainer, fit
-from raygpt.training.stopping import ask_to_stop
+from raygpt.training.stopping import AGAIN_S, ask_to_stop
 
 SMALL = {
     "model": {"layers": 1, "heads": 2, "width": 16, "context": 16, "dropout": 0.1},
@@ -209,6 +209,7 @@ def test_a_second_ctrl_c_waits_for_nobody_and_a_closed_terminal_saves(driver, re
         time.sleep(0.05)
     hung.send_signal(signal.SIGINT)
     wait_for_line("once more to stop at once", hung)
+    time.sleep(2 * AGAIN_S)  # at once it would count as the same request
     hung.send_signal(signal.SIGINT)
     output = hung.communicate(timeout=600)[0]
     assert hung.returncode == 130, output
