@@ -254,8 +254,8 @@ def test_a_corpus_is_tokenised_on_nodes_without_accelerators_while_others_train(
 @pytest.mark.slow
 def test_where_an_autoscaler_can_bring_nodes_the_run_waits_and_says_for_what(scenario):
     result = scenario("autoscaler")
-    assert result["said"] == [
-        "waiting for 2 × 1 CPU, 1 GPU: the cluster has room for 0, and its autoscaler is asked for the rest"
-    ]
+    first, *later = result["said"]  # on busy cores nodes are late, and it says once more that it waits
+    assert first == "waiting for 2 × 1 CPU, 1 GPU: the cluster has room for 0, and its autoscaler is asked for the rest"
+    assert all(said.startswith("waiting for 2 × 1 CPU, 1 GPU: ") for said in later)
     assert [worker["process"] for worker in result["seen"]] == [[0, 2], [1, 2]]
     assert [worker["ids"]["GPU"] for worker in result["seen"]] == [["0"], ["0"]]  # each on a node that came for it
