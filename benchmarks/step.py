@@ -16,11 +16,11 @@ import argparse
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import processes
 import record
 from rich.console import Console
 from rich.table import Table
@@ -90,18 +90,13 @@ def cases(arguments: argparse.Namespace) -> list[str]:
 
 
 def in_a_process(case: str, before: str | None) -> dict[str, Any] | None:
-    """The figures of one case; what it says is shown if it fails."""
+    """The figures of one case, if it succeeds."""
     root, environment = ROOT, dict(os.environ)
     if before and case.endswith(BEFORE):
         root, case = Path(before).resolve(), case.removesuffix(BEFORE)
         environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, str(root / "benchmarks" / "step.py"), *_own_words(before), "--case", case]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        print(f"{case} failed:\n{done.stderr[-4000:]}", flush=True)
-        return None
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    words = [str(root / "benchmarks" / "step.py"), *_own_words(before), "--case", case]
+    return processes.measured(case, words, environment)
 
 
 def _own_words(before: str | None) -> list[str]:

@@ -13,8 +13,6 @@ before an interruption is kept.
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,6 +21,7 @@ from statistics import fmean, median
 from typing import Any
 
 import in_process
+import processes
 import record
 from figures import measured
 from rich.console import Console
@@ -76,15 +75,9 @@ def all_runs(variants: dict[str, list[str]], arguments: argparse.Namespace) -> d
 
 
 def in_a_process(words: list[str]) -> dict[str, Any] | None:
-    """The figures of one run; what it says is shown if it fails."""
-    command = [sys.executable, __file__, *words, "--one"]
+    """The figures of one run, if it succeeds."""
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes share the GPU
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        print(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}", flush=True)
-        return None
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return processes.measured(" ".join(words), [__file__, *words, "--one"], environment)
 
 
 def together(words: list[str], runs: dict[str, Any]) -> dict[str, Any]:

@@ -86,8 +86,7 @@ def _forward_call(x: Array, cos: Array, sin: Array, gain: Array | None, epsilon:
         def one(tile: Any, nothing: Any) -> Any:
             turn = tiles.angles(cos, tile), tiles.angles(sin, tile)
             for head in range(tiles.heads):
-                (a, b), scale = tiles.normed(x, tile, head, epsilon)
-                a, b = a * scale, b * scale
+                a, b, _ = tiles.normed(x, tile, head, epsilon)
                 if gains:
                     a, b = a * tiles.gain(gains[0]), b * tiles.gain(gains[1])
                 tiles.store(rotated, tile, head, a * turn[0] - b * turn[1], b * turn[0] + a * turn[1])
@@ -114,8 +113,7 @@ def _backward_call(
             for head in range(tiles.heads):
                 da, db = tiles.load(d_rotated, tile, head)
                 da, db = da * turn[0] + db * turn[1], db * turn[0] - da * turn[1]
-                (a, b), scale = tiles.normed(x, tile, head, epsilon)
-                a, b = a * scale, b * scale
+                a, b, scale = tiles.normed(x, tile, head, epsilon)
                 if gains:
                     sums = sums[0] + a * da, sums[1] + b * db
                     da, db = da * tiles.gain(gains[0]), db * tiles.gain(gains[1])
@@ -175,10 +173,11 @@ class _Tiles:
         a, b = (self._load(array, tile * ROWS, (2 * head + half) * self.half) for half in (0, 1))
         return a, b
 
-    def normed(self, array: Any, tile: Any, head: int, epsilon: float) -> tuple[tuple[Array, Array], Array]:
-        """Both halves of a head, and what makes their mean square 1."""
+    def normed(self, array: Any, tile: Any, head: int, epsilon: float) -> tuple[Array, Array, Array]:
+        """Both halves of a head with a mean square of 1, and what they were multiplied by for that."""
         a, b = self.load(array, tile, head)
-        return (a, b), lax.rsqrt(self.mean(a * a + b * b) + epsilon)
+        scale = lax.rsqrt(self.mean(a * a + b * b) + epsilon)
+        return a * scale, b * scale, scale
 
     def angles(self, array: Any, tile: Any) -> Array:
         return self._load(array, lax.rem(tile * ROWS, self.time), 0)
