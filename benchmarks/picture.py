@@ -29,12 +29,12 @@ def main() -> None:
     modern, speedrun = (seeds(f"to-loss-{recipe}") for recipe in ("modern-124m", "speedrun-124m"))
     points = {
         "nanoGPT": list(NANOGPT.items()),
-        "GPT-2, AdamW swept": curve(adamw),
         "modern-124m": curve(modern),
         "speedrun-124m": curve(speedrun),
+        "GPT-2, AdamW swept": curve(adamw),
     }
-    tokens = {"nanoGPT": 64 * 1024, "GPT-2, AdamW swept": best["tokens"] / adamw[0]["steps"]}
-    tokens |= {"modern-124m": tokens_a_step(modern), "speedrun-124m": tokens_a_step(speedrun)}
+    tokens = {"nanoGPT": 64 * 1024, "modern-124m": tokens_a_step(modern), "speedrun-124m": tokens_a_step(speedrun)}
+    tokens["GPT-2, AdamW swept"] = best["tokens"] / adamw[0]["steps"]
     seconds = {"nanoGPT": nanogpt["ms"] / 1e3}
     seconds |= {"modern-124m": seconds_a_step(modern), "speedrun-124m": seconds_a_step(speedrun)}
     draw("tokens", "tokens", points, tokens)
@@ -68,19 +68,12 @@ def seconds_a_step(runs: list[dict[str, Any]]) -> float:
 
 def draw(name: str, axis: str, points: dict[str, Points], each: dict[str, float]) -> None:
     """One picture; x is a step times what each step takes."""
-    colours = {label: n for n, label in enumerate(points)}
-    curves = [
-        Curve(
-            label,
-            [(step * size, loss) for step, loss in points[label] if loss < HIGHEST],
-            n,
-            colours[label],
-            has_dots=label == "nanoGPT",
-        )
-        for n, (label, size) in enumerate(each.items())
-    ]
+    curves = []
+    for n, (label, size) in enumerate(each.items()):
+        drawn = [(step * size, loss) for step, loss in points[label] if loss < HIGHEST]
+        curves.append(Curve(label, drawn, n, n, has_dots=label == "nanoGPT"))
     path = ROOT / f"docs/images/loss-{name}.svg"
-    path.write_text(picture("loss on enwiki2014, 124 M", list(points), curves, axis=axis))
+    path.write_text(picture("loss on enwiki2014", list(each), curves, axis=axis))
     print(path.relative_to(ROOT))
 
 
