@@ -33,6 +33,7 @@ CONNECTIONS = 16  # requests at a time
 DAMAGED_TRIES = 5  # before a block is reported as damaged in the store
 PAUSES_S = (0.2, 0.5, 1, 2, 5, 10, 20, 30)  # before a failed request is sent again; the last one is repeated
 SAY_AFTER_S, SAY_EVERY_S = 10.0, 60.0
+POLL_S = 0.01  # between two tries to claim what another process fetches
 HANDLES, HEADS = 64, 1024  # of shards, kept open and in memory
 VERIFIED = 1_000_000  # blocks to remember as verified
 
@@ -181,15 +182,20 @@ class CachedShards:
     def _claimed(self, block: Block) -> Iterator[None]:
         """Wait while another process of this node fetches the same, to find it in the cache then."""
         place = block.shard * 2**20 + block.number // REQUEST
-        try:
-            fcntl.lockf(self._node, fcntl.LOCK_EX, 1, place)
-        except OSError:  # the system sees two processes that wait for each other: then both fetch
-            yield
-            return
+        while not self._claim(place) and not self._requests.closed.wait(POLL_S):
+            pass
         try:
             yield
         finally:
             fcntl.lockf(self._node, fcntl.LOCK_UN, 1, place)
+
+    def _claim(self, place: int) -> bool:
+        # Tried, not waited for: the system sees a deadlock where two processes wait with several threads each.
+        try:
+            fcntl.lockf(self._node, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+        except OSError:
+            return False
+        return True
 
     def _checksums(self, shard: int) -> Checksums:
         """The checksums of a shard's blocks, from its head, which is cached like a block."""
