@@ -59,7 +59,7 @@ class Feed:
 
     def _follow(self, batch: int, rows: NDArray[np.int64], order: Order, report: Report) -> None:
         for number, stream in enumerate(self.streams):
-            if stream.cached and stream.read_ahead and order.is_grouped(number):
+            if stream.cached and stream.read_ahead and order.reads_groups(number, rows):
                 stream.cached.report = report
                 upcoming = partial(order.upcoming, batch, rows, number)
                 stream.read_ahead.follow(batch, tuple(rows.tolist()), self.context, upcoming)

@@ -56,9 +56,9 @@ class Order:
             starts[mine] = self._starts_in(stream, ranks[mine])
         return streams, starts
 
-    def is_grouped(self, stream: int) -> bool:
-        """Whether a stream is read group by group."""
-        return stream in self._grouped
+    def reads_groups(self, stream: int, rows: Sequence[int] | Integers) -> bool:
+        """Whether a stream is read group by group, and by these rows: in a mixture they may have none of its lanes."""
+        return stream in self._grouped and len(self._lanes.of_rows(stream, rows)) > 0
 
     def upcoming(self, batch: int, rows: Sequence[int] | Integers, stream: int) -> Iterator[Group]:
         """What these rows read from a batch on of a stream that is read group by group; first and end are batches."""

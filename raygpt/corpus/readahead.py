@@ -14,6 +14,7 @@ from raygpt.corpus.lanes import Group
 
 AHEAD = 8  # requests at a time, of the 16 connections: the others are for what a batch waits for
 HORIZON_S = 600.0  # of training that is fetched ahead: a store may be away for minutes
+GROUPS = 1000  # of a plan, at most: a stream's lanes may be more than its windows, and most of its groups empty then
 FIRST_PACE_S = 1.0  # a batch, until training has taken one
 PASS_S = 2.0  # between two looks at what is missing, if nothing changes: another process may have evicted some
 
@@ -75,11 +76,12 @@ class ReadAhead:
                     self._changed.wait(PASS_S)
 
     def _plan(self) -> list[Need]:
-        """What the next groups need, and when; as much as the cache holds."""
-        size, limit = sum(_bytes(ranges) for _, ranges in self._groups), self._shards.cache.limit
-        while (size < limit or len(self._groups) < 2) and (group := next(self._upcoming, None)):
+        """What the next groups need, and when; as much as the cache holds, but at least two groups."""
+        size = sum(_bytes(ranges) for _, ranges in self._groups)
+        while len(self._groups) < (GROUPS if size < self._shards.cache.limit else 2):
+            group = next(self._upcoming)
             self._groups.append((group, self._shards.ranges(group, self._context)))
-            size += max(_bytes(self._groups[-1][1]), 1)
+            size += _bytes(self._groups[-1][1])
         store, current = self._shards.index.fingerprint, now()
         return [
             Need(store, *span, when=current + max(0, group.first - self._batch) * self._pace)

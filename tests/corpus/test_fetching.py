@@ -16,6 +16,8 @@ from raygpt.corpus import cache as caching
 from raygpt.corpus import fetching
 from raygpt.corpus.cache import Block, BlockCache, Need
 from raygpt.corpus.feed import Feed, rows_of_worker
+from raygpt.corpus.lanes import Group
+from raygpt.corpus.readahead import ReadAhead
 from raygpt.corpus.store import TokenStore, open_store
 from raygpt.errors import DamagedError, RaygptError
 from raygpt.testing.object_store import ArithmeticStore, ObjectStore
@@ -136,6 +138,32 @@ def test_a_process_says_what_it_needs_before_its_first_batch_could_evict_that(
     _, starts = feed._order(0).starts(70 * ROWS + np.arange(ROWS))
     shards = set(np.searchsorted(np.cumsum(STORE.counts), starts, side="right").tolist())
     assert shards <= {need.shard for need in published}
+
+
+def test_a_worker_without_lanes_of_a_small_source_reads_nothing_of_it_ahead(
+    server: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = [open_store("s3://bucket/store").train for _ in range(2)]
+    feed = Feed(streams, context=CONTEXT, batch_rows=512, weights=[0.999, 0.001])
+    followed: list[ReadAhead] = []
+    monkeypatch.setattr(ReadAhead, "follow", lambda self, *what: followed.append(self))
+    for rank in range(64):
+        feed._follow(0, np.array(rows_of_worker(512, rank, 64)), feed._order(0), fetching.to_stderr)
+    for stream in streams:
+        assert stream.read_ahead
+    assert [followed.count(stream.read_ahead) for stream in streams] == [64, 9]  # of the second's ten lanes
+    for stream in streams:
+        stream.close()
+
+
+def test_a_plan_of_groups_that_need_nothing_is_finite(server: ObjectStore) -> None:
+    store, _ = opened()
+    assert store.train.cached
+    reader = ReadAhead(store.train.cached)
+    reader._upcoming = (Group(number, number + 1, []) for number in range(2000))
+    assert reader._plan() == []
+    assert next(reader._upcoming).first == 1000
+    store.train.close()
 
 
 def wait_until_idle(server: ObjectStore) -> None:
