@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -111,6 +112,22 @@ def test_deleting_removes_a_file_and_none_is_fine(folder: str) -> None:
     storage.delete(f"{folder}/x")
     storage.delete(f"{folder}/x")
     assert storage.sizes(folder) == {"y": 1}
+
+
+def test_deleting_a_folder_removes_all_below_it_and_none_is_fine(folder: str) -> None:
+    for name in ("x", "gone/x", "gone/below/x", "gone-not/x"):
+        storage.write_bytes(f"{folder}/{name}", b"1")
+    storage.delete_folder(f"{folder}/gone")
+    storage.delete_folder(f"{folder}/gone")
+    assert set(storage.files(folder)) == {"x", "gone-not/x"}
+    assert storage.folders(folder) == ["gone-not"]
+
+
+def test_the_files_of_a_remote_folder_are_not_deleted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = Mock()
+    monkeypatch.setattr(storage, "filesystem", lambda uri: (system, "bucket/folder"))
+    storage.delete_folder("s3://bucket/folder")
+    assert system.method_calls == [call.delete_dir("bucket/folder")]
 
 
 def test_a_missing_file_is_a_file_not_found_error(folder: str) -> None:
