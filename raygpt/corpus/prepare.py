@@ -4,6 +4,7 @@ The store of a source is a pure function of the source's text, the tokenizer and
 of its shards is completed, a complete one is opened, and one that belongs to something else is refused.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -28,7 +29,7 @@ from raygpt.corpus.scatter import RUNS, VAL_SHARD, scatter
 from raygpt.corpus.shards import SCATTERED, VERSION, Header, dtype_for, shard_name, write_shard
 from raygpt.corpus.sources import File, Source, resolve
 from raygpt.corpus.store import FAILED, PLAN, TokenStore, TokenStream, open_store
-from raygpt.errors import RaygptError, TransientError, first_line
+from raygpt.errors import RaygptError, StorageError, TransientError, first_line
 
 SAMPLE = 32 * 2**20  # characters that bpe:N is trained on
 LARGE = 10**9  # bytes of source from which on it is scattered, unless data.scatter says otherwise
@@ -118,10 +119,10 @@ def is_scattered(source: Source, scatter: bool | None, dedup: str | None) -> boo
 def run(job: Job, folder: str, watch: Watch = lambda progress: None, cpus: float | None = None) -> TokenStore:
     """Create, complete or open the store of a job in a folder; with all CPUs, or at most `cpus`."""
     folder = storage.absolute(folder)  # Ray's workers run in other folders
-    if _is_complete(folder, job.fingerprint):
-        return open_store(folder)
     if job.scatter:
         return _run_scattered(job, folder, watch, cpus)
+    if _is_complete(folder, job.fingerprint):
+        return open_store(folder)
     rows = _row_counts(job)
     units = _units(job, rows)
     held_out = _held_out_rows(job, sum(rows))
@@ -143,7 +144,23 @@ def run(job: Job, folder: str, watch: Watch = lambda progress: None, cpus: float
 
 
 def _run_scattered(job: Job, folder: str, watch: Watch, cpus: float | None) -> TokenStore:
-    """Tokenise in the order of the text into a folder aside, scatter that, and delete it."""
+    """Tokenise in the order of the text into a folder aside, scatter that, and delete it.
+
+    Two runs may do this at once, and the first that is done deletes what the other one reads.
+    """
+    try:
+        if not _is_complete(folder, job.fingerprint):
+            _scatter(job, folder, watch, cpus)
+    except Exception:
+        if not _is_complete(folder, job.fingerprint):
+            raise
+    with contextlib.suppress(StorageError):  # they only take space
+        for name in (UNSCATTERED, RUNS):  # also if the run that wrote the index was killed here
+            storage.delete_folder(storage.join(folder, name))
+    return open_store(folder)
+
+
+def _scatter(job: Job, folder: str, watch: Watch, cpus: float | None) -> None:
     _write_plan(job, folder, [])
     aside, last = storage.join(folder, UNSCATTERED), Progress()
 
@@ -162,9 +179,6 @@ def _run_scattered(job: Job, folder: str, watch: Watch, cpus: float | None) -> T
         seed, by_content = job.split_seed, job.dedup == "exact"
         index = scatter(plain, folder, job.fingerprint, seed=seed, by_content=by_content, cpus=cpus, advance=scattered)
     index.write(folder)
-    for part in (aside, storage.join(folder, RUNS)):
-        storage.delete_folder(part)
-    return open_store(folder)
 
 
 class Background:

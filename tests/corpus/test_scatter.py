@@ -1,9 +1,11 @@
 """Scattering: the documents sorted by a keyed hash, the same from any number of tasks; copies removed; continued."""
 
+import contextlib
 import functools
 import hashlib
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +211,42 @@ def test_prepare_scatters_on_ray_and_leaves_only_the_store(ray_cluster: None, tm
     assert watched[-1].scattered == 1.0
     assert store.index.fingerprint != plain.index.fingerprint
     assert len(read) + sum(int((run == END).sum()) for run in plain.val.runs()) == len(texts)
+
+
+@pytest.fixture
+def job(tmp_path: Path, in_a_loop: list[Any], monkeypatch: pytest.MonkeyPatch) -> prepare.Job:
+    """Of a text that is tokenised in the folder `out`, and scattered without Ray."""
+    monkeypatch.setattr(prepare, "connected", contextlib.nullcontext)
+    made = prepare.Job(prepare.resolve(text_folder(tmp_path / "text")[0]), "bytes", 0.05, scatter=True)
+    plain = plain_store(tmp_path / "out" / "unscattered", [documents(100)])
+    replace(plain.index, fingerprint=replace(made, scatter=False).fingerprint).write(plain.folder)
+    return made
+
+
+def test_of_two_runs_that_scatter_one_text_the_second_takes_what_the_first_completed(
+    job: prepare.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, first = prepare.scatter, []
+
+    def overtaken(*what: Any, **options: Any) -> Index:
+        monkeypatch.setattr(prepare, "scatter", original)
+        first.append(prepare.run(job, str(tmp_path / "out")))  # and deletes what this one is about to read
+        return original(*what, **options)
+
+    monkeypatch.setattr(prepare, "scatter", overtaken)
+    second = prepare.run(job, str(tmp_path / "out"))
+    assert shards_of(second) == shards_of(first[0])
+    assert storage.folders(second.folder) == []
+
+
+def test_folders_that_a_run_killed_at_the_end_has_left_are_deleted_by_the_next(
+    job: prepare.Job, tmp_path: Path
+) -> None:
+    whole = shards_of(prepare.run(job, str(tmp_path / "out")))
+    for name in ("unscattered", "runs"):
+        storage.write_bytes(str(tmp_path / "out" / name / "x"), b"1")
+    assert shards_of(prepare.run(job, str(tmp_path / "out"))) == whole
+    assert storage.folders(str(tmp_path / "out")) == []
 
 
 @pytest.mark.extended
