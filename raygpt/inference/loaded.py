@@ -56,7 +56,8 @@ def read(run: OpenRun, step: int | None = None, best: bool = True) -> Checkpoint
     require(facts["engine"])
     if facts["tokenizer"] != tokenizers.fingerprint(run.tokenizer):
         raise RaygptError(f"{run.folder}: its tokenizer is not the one it was trained with; copy the run again")
-    parameters = read_parameters(facts["engine"], checkpoints.fetch_to_node(picked), model, run.tokenizer.vocab)
+    with checkpoints.fetched_to_node(picked) as folder:
+        parameters = read_parameters(facts["engine"], folder, model, run.tokenizer.vocab)
     return CheckpointWeights(run, picked, facts["engine"], parameters)
 
 

@@ -2,7 +2,7 @@
 
     run = open_run("runs/tiny")
     run.recipe.model.width, run.metrics[-1], run.tokenizer.vocab
-    checkpoints.fetch_to_node(run.pick())
+    with checkpoints.fetched_to_node(run.pick()) as folder: ...
 
 Nothing here imports an engine or Ray.
 """

@@ -6,6 +6,7 @@ or one that does not match it, is not a checkpoint. Validation comes after savin
 decide which checkpoints are kept, are in a separate file, `checkpoints/scores.json`.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -15,7 +16,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,14 +114,19 @@ def find_newest(run_folder: str) -> Checkpoint | None:
     return next((checkpoint for checkpoint in there if _marker(checkpoint.folder)), None)
 
 
-def fetch_to_node(checkpoint: Checkpoint) -> str:
-    """A local folder with the checkpoint's files: its own, or a copy that is fetched once per node."""
-    if not storage.is_remote(checkpoint.folder):
-        return checkpoint.folder
-    return str(_fetched(checkpoint.folder))
+@contextlib.contextmanager
+def fetched_to_node(checkpoint: Checkpoint) -> Iterator[str]:
+    """A local folder with the checkpoint's files: its own, or a copy that is fetched once per node, and is kept at
+    least until the block ends."""
+    if storage.is_remote(checkpoint.folder):
+        with _fetched(checkpoint.folder) as copy:
+            yield str(copy)
+    else:
+        yield checkpoint.folder
 
 
-def _fetched(folder: str) -> Path:
+@contextlib.contextmanager
+def _fetched(folder: str) -> Iterator[Path]:
     """The local copy. Its name is a digest of the marker: a run that was deleted and trained again gets a new one."""
     marker = storage.read_bytes(storage.join(folder, MARKER))
     copies = storage.cache_folder() / FOLDER / storage.digest(folder.rpartition("/")[0])  # one copy per run
@@ -131,7 +137,7 @@ def _fetched(folder: str) -> Path:
         if not (copy / MARKER).is_file():
             for other in storage.folders(str(copies)):
                 if other != copy.name:  # keep this one's files, left by an interrupted download
-                    shutil.rmtree(copies / other, ignore_errors=True)
+                    _evict(copies / other)
             expected = json.loads(marker)["files"]
             _download(folder, copy, expected)
             if _altered(copy, expected):  # perhaps damaged in transfer
@@ -142,7 +148,21 @@ def _fetched(folder: str) -> Path:
                 shutil.rmtree(copy)
                 raise DamagedError(f"{folder} is damaged ({damage}); name another step")
             storage.write_bytes(str(copy / MARKER), marker)
-    return copy
+        reading = (copy / MARKER).open()
+        fcntl.flock(reading, fcntl.LOCK_SH)
+    with reading:
+        yield copy
+
+
+def _evict(copy: Path) -> None:
+    """Delete a copy, unless a process reads it: such a process holds a lock on its marker."""
+    with contextlib.suppress(FileNotFoundError), (copy / MARKER).open("r+") as marker:  # none: not wholly fetched
+        try:
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return
+        (copy / MARKER).unlink()  # first, so that none is left half deleted
+    shutil.rmtree(copy, ignore_errors=True)
 
 
 def _download(folder: str, copy: Path, names: Iterable[str]) -> None:
@@ -266,10 +286,10 @@ def _damage(folder: str) -> str | None:
     if not storage.is_remote(folder):
         return _altered(Path(folder), expected)
     try:
-        _fetched(folder)
+        with _fetched(folder):
+            return None
     except DamagedError as error:
         return str(error)
-    return None
 
 
 def _marker(folder: str) -> dict[str, Any] | None:

@@ -110,7 +110,7 @@ def read_state(run_folder: str) -> dict[str, Any]:
     checkpoint = checkpoints.find(run_folder, None)
     facts = checkpoints.facts(checkpoint)
     model = load_recipe(storage.join(run_folder, RECIPE)).model
-    folder = checkpoints.fetch_to_node(checkpoint)
-    state = read_plain_state(facts["engine"], folder, model, tokenizers.load(run_folder).vocab)
+    with checkpoints.fetched_to_node(checkpoint) as folder:
+        state = read_plain_state(facts["engine"], folder, model, tokenizers.load(run_folder).vocab)
     kinds = {"parameters": state.parameters, **state.slots}
     return {f"{kind}/{name}": array for kind, arrays in kinds.items() for name, array in arrays.items()}

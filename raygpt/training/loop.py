@@ -101,9 +101,9 @@ class Loop:
         self._session.resume(step, is_validated=not is_due)
         if source:
             self._session.emit(Resumed(step, source.folder, is_fork=checkpoint is None))
-        fetched = checkpoints.fetch_to_node(source) if source else ""
-        self._session.beat(step)
-        state = self._restore(source, fetched) if source else self._engine.start()
+        with checkpoints.fetched_to_node(source) if source else contextlib.nullcontext("") as fetched:
+            self._session.beat(step)
+            state = self._restore(source, fetched) if source else self._engine.start()
         self._session.beat(step)
         if is_due:
             self._evaluation.run(state, step)

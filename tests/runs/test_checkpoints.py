@@ -103,13 +103,34 @@ def test_a_checkpoint_is_found_by_its_step(run, tmp_path):
         checkpoints.find(folder, 10)
 
 
-def test_a_storage_that_cannot_be_reached_is_no_damage(tmp_path, s3, monkeypatch):
+@pytest.fixture
+def remote(tmp_path, s3, monkeypatch):
+    """A run on S3 with checkpoints of a file at these steps."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def make(*steps):
+        run, part = f"{s3}/{tmp_path.name}", tmp_path / "part"
+        for step in steps:
+            storage.write_bytes(str(part / "state"), b"state")
+            folder = checkpoints.folder_of(run, step)
+            checkpoints.commit(folder, step, {"engine": "jax"}, checkpoints.publish(part, folder))
+        return run
+
+    return make
+
+
+def test_a_checkpoint_that_is_read_on_a_node_is_not_evicted_by_another(remote, tmp_path):
+    run = remote(10, 20, 30)
+    one, two, three = (checkpoints.find(run, step) for step in (10, 20, 30))
+    with checkpoints.fetched_to_node(one) as first, checkpoints.fetched_to_node(two) as second:
+        assert {storage.read_bytes(f"{folder}/state") for folder in (first, second)} == {b"state"}
+    with checkpoints.fetched_to_node(three) as third:
+        assert [str(path.parent) for path in (tmp_path / "cache").rglob("state")] == [third]
+
+
+def test_a_storage_that_cannot_be_reached_is_no_damage(remote, monkeypatch):
     monkeypatch.setattr(checkpoints, "PAUSES_S", ())
-    run, part = f"{s3}/unreached", tmp_path / "part"
-    storage.write_bytes(str(part / "state"), b"state")
-    folder = checkpoints.folder_of(run, 10)
-    checkpoints.commit(folder, 10, {"engine": "jax"}, checkpoints.publish(part, folder))
+    run = remote(10)
 
     def fail(uri, path):
         raise StorageError(f"{uri} cannot be reached")

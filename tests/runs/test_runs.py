@@ -131,9 +131,10 @@ def test_a_run_on_s3_is_fetched_once_and_checked(run, s3, tmp_path, monkeypatch)
     assert opened.recipe == open_run(str(run)).recipe
     assert (opened.tokenizer.vocab, len(opened.metrics)) == (257, 3)
     assert (opened.steps, opened.pick().step) == ([10, 20, 30], 20)
-    folder = checkpoints.fetch_to_node(opened.pick())
-    assert storage.read_bytes(f"{folder}/deep/weights.bin") == b"weights of 20"
-    assert checkpoints.fetch_to_node(opened.pick()) == folder
+    with checkpoints.fetched_to_node(opened.pick()) as folder:
+        assert storage.read_bytes(f"{folder}/deep/weights.bin") == b"weights of 20"
+    with checkpoints.fetched_to_node(opened.pick()) as again:
+        assert again == folder
     storage.write_bytes(f"{there}/checkpoints/step-00000030/deep/weights.bin", b"weights of 31")
     with pytest.raises(RaygptError, match="step 30 is damaged"):
         opened.pick(30)
