@@ -233,6 +233,7 @@ class CachedShards:
         """End the threads, and take back what was published as needed; blocks stay in the cache."""
         self._requests.closed.set()
         self._pool.close()
+        self._node.close()
         self.cache.close()
 
 

@@ -47,9 +47,11 @@ class Mixture:
         return Feed(streams, context=context, batch_rows=batch_rows, order=order, seed=seed, weights=self.weights)
 
     def close(self) -> None:
-        """Stop the job that still writes a store, if any."""
+        """Stop the job that still writes a store, if any, and reading."""
         if self.growing:
             self.growing.stop()
+        for store in self.stores:
+            store.train.close()
 
 
 def growing_text(data: Data, stores: str) -> tuple[Job, str] | None:

@@ -17,6 +17,7 @@ from raygpt.corpus import fetching
 from raygpt.corpus.cache import Block, BlockCache, Need
 from raygpt.corpus.feed import Feed, rows_of_worker
 from raygpt.corpus.lanes import Group
+from raygpt.corpus.mixture import Mixture
 from raygpt.corpus.readahead import ReadAhead
 from raygpt.corpus.store import TokenStore, open_store
 from raygpt.errors import DamagedError, RaygptError
@@ -164,6 +165,20 @@ def test_a_plan_of_groups_that_need_nothing_is_finite(server: ObjectStore) -> No
     assert reader._plan() == []
     assert next(reader._upcoming).first == 1000
     store.train.close()
+
+
+def test_a_mixture_that_is_closed_keeps_neither_threads_nor_files_open(server: ObjectStore) -> None:
+    before = set(threading.enumerate())
+    store = open_store("s3://bucket/store")
+    mixture = Mixture((store,), (1.0,))
+    mixture.feed(context=CONTEXT, batch_rows=ROWS, order="shuffled", seed=5).rows(0)
+    cached, threads = store.train.cached, [thread for thread in threading.enumerate() if thread.name == "fetch"]
+    mixture.close()
+    assert cached
+    assert cached._node.closed
+    for thread in set(threads) - before:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def wait_until_idle(server: ObjectStore) -> None:
