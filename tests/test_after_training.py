@@ -115,6 +115,7 @@ def test_a_run_goes_from_generate_to_eval_export_and_import(raygpt, run, tmp_pat
     status, out, _ = raygpt("import", tmp_path / "folder", tmp_path / "again", "--engine", engine)
     assert status == 0
     assert "run.start_from=" in out
+    assert "optimizer.learning_rate=3e-5 schedule.warmup_steps=20 training.steps=200" in out
     status, out, _ = raygpt("generate", "again", *greedy, "--json")
     again = json.loads(out)
     assert (again["step"], again["val_loss"]) == (0, None)

@@ -65,7 +65,8 @@ def serve(
     run: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN", help="Run directories, local or s3://; NAME=RUN gives a name, RUN@STEP another checkpoint."
+            metavar="RUN",
+            help="Runs, by directory (local or s3://) or name; NAME=RUN gives a name, RUN@STEP another checkpoint.",
         ),
     ],
     follow: Annotated[
@@ -76,13 +77,15 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free one.")] = 8000,
     api_key_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Holds the API key; or set RAYGPT_API_KEY.")
+        str | None, typer.Option(metavar="FILE", help="File with the API key; or set RAYGPT_API_KEY.")
     ] = None,
     slots: Annotated[
         int | None,
         typer.Option(min=1, help="Texts that a replica generates at once (default: 8, on a GPU 32, if they fit)."),
     ] = None,
-    waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait for one; more get status 429.")] = 64,
+    waiting: Annotated[
+        int, typer.Option(min=0, help="Requests that may wait to be generated; more get status 429.")
+    ] = 64,
     replicas: Annotated[int, typer.Option(min=1, help="Replicas of each model.")] = 1,
     gpus: Annotated[
         float | None,
@@ -137,7 +140,7 @@ def import_(
         str, typer.Argument(metavar="DIR|NAME", help="A model that transformers saved, or its name on the Hub.")
     ],
     run: Annotated[str, typer.Argument(metavar="OUT_RUN", help="The run directory to make.")],
-    engine: Annotated[str, typer.Option(help="jax or torch writes it; both can train it further.")] = "jax",
+    engine: Annotated[str, typer.Option(help="Engine that writes the run, jax or torch; both can train it.")] = "jax",
     context: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="See so many tokens at once, fewer than the model could (RoPE)."),
@@ -244,7 +247,9 @@ def show(run: Run, cluster: OnCluster = None, as_json: Json = False) -> None:
 
 @app.command()
 def report(
-    run: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories, local or s3://.")],
+    run: Annotated[
+        list[str], typer.Argument(metavar="RUN", help="Run directories, local or s3://, or names of runs in ./runs.")
+    ],
     out: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Where to write the page (default: report.html in the first run)."),

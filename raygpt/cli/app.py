@@ -22,7 +22,9 @@ OnCluster = Annotated[
     str | None,
     typer.Option("--cluster", metavar="ADDRESS", help="Find runs by name on this Ray cluster, e.g. http://head:8265."),
 ]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, local or s3://.")]
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run directory, local or s3://, or the name of a run in ./runs.")
+]
 Step = Annotated[
     int | None, typer.Option(min=0, help="Step of the checkpoint to use (default: the best by validation loss).")
 ]

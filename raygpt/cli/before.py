@@ -25,24 +25,30 @@ def plan(
             metavar="TARGET", help="here, h200, 8xh100, 4x8xa100-80 (nodes × GPUs), v6e:4x4, 2*v5p:4x4x4 (slices)."
         ),
     ] = "here",
-    price: Annotated[float | None, typer.Option(min=0, help="Per device and hour, to say what the run costs.")] = None,
-    peak: Annotated[
-        float | None, typer.Option(min=0, metavar="TFLOPS", help="bf16 peak of a device that is not in the table.")
+    price: Annotated[
+        float | None, typer.Option(min=0, help="Price of a device for an hour, to say what the run costs.")
     ] = None,
-    memory: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="Its memory.")] = None,
-    bandwidth: Annotated[float | None, typer.Option(min=0, metavar="GB/S", help="Of that memory.")] = None,
+    peak: Annotated[
+        float | None, typer.Option(min=0, metavar="TFLOPS", help="Peak in bf16 of a device that is not in the table.")
+    ] = None,
+    memory: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="Memory of that device.")] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(min=0, metavar="GB/S", help="Memory bandwidth of that device.")
+    ] = None,
     compile_: Annotated[
         bool, typer.Option("--compile", help="Ask the compiler too: of a TPU slice, or of this machine's devices.")
     ] = False,
     find: Annotated[
         bool, typer.Option("--find", help="Search mesh, remat and accumulation for the fastest, and write the recipe.")
     ] = False,
-    out: Annotated[str, typer.Option(metavar="FILE", help="Where --find writes it.")] = "NAME-found.yaml",
+    out: Annotated[str, typer.Option(metavar="FILE", help="Where --find writes the recipe.")] = "NAME-found.yaml",
     svg: Annotated[str | None, typer.Option(metavar="FILE", help="Also draw memory and time by kind.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say before a run whether it fits, how long it takes, what it costs, and which loss to expect; of a key with
-    several values, what a sweep will take."""
+    """Say before a run whether it fits, how long it takes, what it costs, and which loss to expect.
+
+    With several values of a key it says what a sweep will take.
+    """
     from raygpt.planning.target import parse_target
     from raygpt.sweep.values import divide
 

@@ -215,13 +215,15 @@ def deploy(
     ] = "kubernetes",
     out: Annotated[str, typer.Option(metavar="DIR", help="Where to write the files.")] = "deploy-NAME",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Explain each block, and write nothing.")] = False,
-    image: Annotated[str, typer.Option(help="Of the pods; a Dockerfile for it is written.")] = "raygpt:latest",
-    namespace: Annotated[str | None, typer.Option(help="Of Kubernetes; by default that of kubectl.")] = None,
-    spot: Annotated[bool, typer.Option("--spot", help="Workers on spot machines; the head never.")] = False,
+    image: Annotated[str, typer.Option(help="Image of the pods; a Dockerfile for it is written.")] = "raygpt:latest",
+    namespace: Annotated[str | None, typer.Option(help="Namespace in Kubernetes; by default that of kubectl.")] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="Put workers on spot machines; the head never.")] = False,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a pod or node.")] = 1,
     cpus: Annotated[int | None, typer.Option(min=1, help="CPUs of a pod or node (default: 8 for each GPU).")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of a pod, e.g. 64Gi (default: 32Gi for each GPU).")] = None,
-    prepare_nodes: Annotated[int, typer.Option(min=0, help="CPU-only nodes, at most, while text is tokenised.")] = 0,
+    prepare_nodes: Annotated[
+        int, typer.Option(min=0, help="CPU-only nodes to add at most while text is tokenised.")
+    ] = 0,
     volume: Annotated[
         str | None, typer.Option(metavar="CLAIM", help="A volume claim that all pods mount at /storage.")
     ] = None,
@@ -229,12 +231,14 @@ def deploy(
     secret: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A Secret whose keys become variables; may be given again.")
     ] = None,
-    service_account: Annotated[str | None, typer.Option(metavar="NAME", help="Of the pods, e.g. for S3.")] = None,
+    service_account: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Service account of the pods, e.g. for S3.")
+    ] = None,
     node_selector: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Label of the workers' nodes; may be given again.")
     ] = None,
     retries: Annotated[int, typer.Option(min=0, help="How often a failed job is started again, and resumes.")] = 5,
-    time: Annotated[str, typer.Option(help="Of a slurm job before it is requeued.")] = "24:00:00",
+    time: Annotated[str, typer.Option(help="Time limit of a slurm job; it requeues itself before.")] = "24:00:00",
     as_json: Json = False,
 ) -> None:
     """Write what runs a recipe on a cluster: a RayJob for KubeRay and a Dockerfile, or a batch script for slurm."""

@@ -97,11 +97,11 @@ class Cluster(Part):
         "auto", description="What a worker computes on; auto takes a TPU or GPU if the cluster has one."
     )
     accelerator_type: str | None = Field(
-        None, description="As Ray names it, e.g. H100 or TPU-V6E; null takes any. A TPU slice needs it."
+        None, description="The model by Ray's name, e.g. H100 or TPU-V6E; null takes any. A TPU slice needs it."
     )
-    topology: str | None = Field(None, description="Of a TPU slice, e.g. 4x4.")
+    topology: str | None = Field(None, description="Chips of a TPU slice along each axis, e.g. 4x4.")
     resources_per_worker: dict[str, Number] = Field(
-        {}, description="As Ray names them; what is left out: 1 CPU, and 1 GPU or the chips of a TPU's host."
+        {}, description="Resources by Ray's names; unless given, 1 CPU, and 1 GPU or the chips of a TPU's host."
     )
     placement: Literal["auto", "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
         "auto", description="Ray's strategy for where workers go; auto spreads TPU hosts and packs the rest."

@@ -47,7 +47,7 @@ class Data(Part):
         "bpe:4096", description="gpt2, bytes, char, bpe:N (trained on the text), a .json file or a folder."
     )
     order: Literal["shuffled", "sequential", "random"] = Field(
-        "shuffled", description="Of windows: each once per epoch, as in the text, or with replacement."
+        "shuffled", description="Order of windows: permuted in each epoch, as in the text, or drawn with replacement."
     )
     val: Annotated[float | str, BeforeValidator(_share_or_source), "fraction or source"] = Field(
         0.05, description="The validation text: a fraction of the source, or a separate source."
@@ -66,7 +66,7 @@ class Data(Part):
     )
     dedup: Literal["exact"] | None = Field(None, description="exact removes copies of documents; it also scatters.")
     cache: Annotated[Annotated[Number, Field(gt=0)] | None, May.CHANGE] = Field(
-        None, description="GB of a node's disk for shards of scattered stores on S3; by default half of it."
+        None, description="GB of a node's disk for shards of scattered stores on S3; by default half of what is free."
     )
 
     @field_validator("tokenizer")

@@ -64,7 +64,7 @@ class Model(Part):
         "learned", description="A table of positions, or queries and keys that are rotated by them."
     )
     rope_base: Annotated[Number, May.DIFFER] = Field(
-        1e4, gt=1, description="rope: the slowest rotation takes 2π times so many tokens."
+        1e4, gt=1, description="rope: pair n of a head turns by base^(-2n/head_size) a token; transformers' rope_theta."
     )
     rope_share: Annotated[Number, May.DIFFER] = Field(
         1.0, gt=0, le=1, description="rope: the fraction of a head that is rotated, fastest first."
@@ -92,7 +92,7 @@ class Model(Part):
         "gpt2", description="First weights: gpt2 as published, xavier uniform, modern with zero outputs."
     )
     precision: Annotated[Literal["auto", "bf16", "fp16", "fp32", "fp64"], May.DIFFER] = Field(
-        "auto", description="Of the arithmetic; parameters stay fp32. auto: the best that the device has."
+        "auto", description="Precision of the arithmetic; parameters are fp32 or more. auto: the device's best."
     )
     implementation: Annotated[Literal["raygpt", "huggingface"], May.DIFFER] = Field(
         "raygpt", description="Whose GPT-2: raygpt's own, or that of transformers, which needs engine torch."

@@ -11,8 +11,8 @@ from raygpt.config.parts import Integer, Part, refuse_credentials, shown
 class Run(Part):
     """The run directory: storage/name."""
 
-    name: str | None = Field(None, description="Of the run directory; null takes the recipe's name.")
-    storage: str = Field("runs", min_length=1, description="A folder or s3:// address; shared by all nodes.")
+    name: str | None = Field(None, description="Name of the run directory; null takes the recipe's name.")
+    storage: str = Field("runs", min_length=1, description="Folder or s3:// address of the runs; shared by all nodes.")
     keep: Integer = Field(3, gt=0, description="Newest checkpoints that are kept.")
     keep_best: Integer = Field(1, ge=0, description="Checkpoints with the lowest validation loss that are also kept.")
     keep_every: Annotated[Integer, Field(gt=0)] | None = Field(

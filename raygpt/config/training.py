@@ -77,13 +77,13 @@ class Training(Part):
         None, description="Windows to validate on, evenly spaced and always the same; null takes all."
     )
     eval_tasks: Annotated[tuple[str, ...], BeforeValidator(_task_names), "list of text", May.CHANGE] = Field(
-        (), description="Run at each validation: hellaswag, lambada; or e.g. lambada=FILE.jsonl for its items."
+        (), description="Tasks of each validation: hellaswag, lambada; or e.g. lambada=FILE.jsonl for its items."
     )
     eval_items: Annotated[Annotated[Integer, Field(gt=0)] | None, May.CHANGE] = Field(
         None, description="Use only the first items of each task; null takes all."
     )
     prompts: Annotated[tuple[str, ...], BeforeValidator(_some_text), "list of text", May.CHANGE] = Field(
-        (), description="Each is continued at each validation; without any, a new document is generated."
+        (), description="Texts to continue at each validation; without any, a new document is generated."
     )
     checkpoint_every: Annotated[Every, May.CHANGE] = Field(
         100, description="Steps between checkpoints, or epoch: once per epoch."

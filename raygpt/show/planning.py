@@ -78,7 +78,7 @@ def _checkpoints(plan: "Forecast") -> str:
 
 def _loss(plan: "Forecast") -> str:
     if plan.loss is None:
-        return "unknown: no law of this family beside the runs; raygpt scaling fits one"
+        return "unknown: no scaling law of this model family in run.storage; `raygpt scaling` fits one"
     return f"{plan.loss.loss:.3f}, {plan.loss.low:.3f} to {plan.loss.high:.3f} in 4 of 5 runs, by {plan.loss.rests_on}"
 
 

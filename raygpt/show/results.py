@@ -28,6 +28,9 @@ MARKS = {"ok": "[green]✓[/]", "optional": "[yellow]○[/]", "problem": "[red]�
 LESS_IMPORTANT = ("model", "tokens/s", "engine")
 STATES = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "unreadable": "red"}
 
+# To train finished weights further: with the defaults, 1e-3 without a warm-up, they would be lost in a few steps.
+LOW_RATE = ("optimizer.learning_rate=3e-5", "schedule.warmup_steps=20", "training.steps=200")
+
 
 def show_exported(found: "CheckpointWeights", folder: str, files: Mapping[str, int]) -> None:
     """The files, and how to open them."""
@@ -70,7 +73,7 @@ def show_imported(run: "OpenRun") -> None:
     where = as_path(folder)
     out.print(f"  {command('generate', folder, '--prompt', 'Once')}", soft_wrap=True)
     words = ("run.name=further", f"run.start_from={where}", "data.source=YOUR.txt", f"training.batch_tokens={batch}")
-    out.print(f"  {command('train', f'{where}/recipe.yaml', *words)}", soft_wrap=True)
+    out.print(f"  {command('train', f'{where}/recipe.yaml', *words, *LOW_RATE)}", soft_wrap=True)
 
 
 @contextlib.contextmanager
