@@ -28,8 +28,9 @@ from raygpt import cli
 
 settings.register_profile("raygpt", deadline=None, max_examples=60)  # two busy cores: a slow example is no failure
 settings.load_profile("raygpt")
-# A shell's background jobs ignore Ctrl-C, and so would the programs that a test sends it to.
+# A shell's background jobs ignore Ctrl-C, those of nohup a closed terminal, and so would the programs that a test signals.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # `make test-wheel` runs the tests elsewhere and says where the checkout is
 CHECKOUT = Path(os.environ.get("RAYGPT_CHECKOUT") or Path(__file__).parents[1])

@@ -95,6 +95,10 @@ class Engine(TokenScorer, Protocol):
         """Wait for a step's metrics: loss, grad_norm, lr, and the numbers of skipped steps and of spikes so far."""
         ...
 
+    def spikes(self, state: Any) -> float:
+        """How many spikes a state has counted."""
+        ...
+
     def window_losses(self, state: Any, windows: Windows) -> Numbers:
         """The mean loss of each window. Every process passes and gets all of them."""
         ...

@@ -46,22 +46,33 @@ class Loop:
         self._last = min(spec.until or self._steps, self._steps)  # the schedule is that of all steps
         self._save_every, self._eval_every = int(self._training.checkpoint_every), int(self._training.eval_every)
         self._about = engine.describe()
-        self._divergence = DivergenceCheck(self._training, session.warn)
+        self._divergence = DivergenceCheck(self._training, self._about["precision"], session.warn)
         self._log = MetricsLog(self._record)
         self._saving = Saving(spec, engine, session, self._before_commit)
         self._evaluation = Evaluation(spec, engine, session)
-        self._polling = Polling(session)
         self._profile = self._make_profile()
         self._is_save_ordered = False  # until a save has begun
 
     def run(self) -> Any:
         """Train from the newest checkpoint to the last step, or until stopped. Returns the final state."""
-        state, first = self._begin()
+        state, first, is_due = self._begin()
         self._polling = Polling(self._session, first)
+        if is_due and self._evaluate(state, first).stop:
+            self._session.emit(Stopped(first))
+        else:
+            state = self._train(state, first)
+        self._emit_profile(self._profile.close())
+        self._session.close()
+        return state
+
+    def _train(self, state: Any, first: int) -> Any:
+        """All steps after `first`. Returns the final state."""
+        self._divergence.begin(self._engine.spikes(state))
         for step, batch in enumerate(self._batches(first), start=first + 1):
             state, metrics = self._step(state, step, batch)
             if step == first + 1:
-                self._begin_measuring(step, metrics)
+                self._engine.read(metrics)
+                self._log.restart(step)  # the first step includes compilation
             if self._is_logged(step):
                 self._log.put(step, metrics)
             orders = self._poll_if_due(step, metrics)
@@ -72,8 +83,6 @@ class Loop:
             if orders.stop or step == self._last:
                 self._finish(state, step, metrics, orders)
                 break
-        self._emit_profile(self._profile.close())
-        self._session.close()
         return state
 
     # Which steps
@@ -86,8 +95,9 @@ class Loop:
 
     # The beginning
 
-    def _begin(self) -> tuple[Any, int]:
-        """The first state and its step: from the newest complete checkpoint, another run's, or newly initialised."""
+    def _begin(self) -> tuple[Any, int, bool]:
+        """The first state, its step, and whether it is to be evaluated: from the newest complete checkpoint, another
+        run's, or newly initialised."""
         about, folder = {**self._about, "workers": str(self._session.workers)}, self._spec.run_folder
         self._session.emit(Started(about))
         write_or_warn(self._session, "what it runs on", lambda: records.write_about(folder, about))
@@ -105,9 +115,7 @@ class Loop:
             self._session.beat(step)
             state = self._restore(source, fetched) if source else self._engine.start()
         self._session.beat(step)
-        if is_due:
-            self._evaluation.run(state, step)
-        return state, step
+        return state, step, is_due
 
     def _newest(self) -> Checkpoint | None:
         """The run's newest complete checkpoint. Only rank 0 searches: verifying the checksums reads all of it."""
@@ -150,11 +158,6 @@ class Loop:
         self._emit_profile(self._profile.after(step, partial(self._engine.read, metrics)))
         self._session.beat(step)
         return state, metrics
-
-    def _begin_measuring(self, step: int, metrics: Any) -> None:
-        """Start the clock after the first step, which includes compilation."""
-        self._divergence.begin(self._engine.read(metrics))
-        self._log.restart(step)
 
     def _make_profile(self) -> Profile:
         """The profiler of the requested steps, in one worker; usually there are none."""
@@ -206,9 +209,9 @@ class Loop:
         self._divergence.check_saved(step, metrics)
         self._log.wait_for(step)
 
-    def _evaluate(self, state: Any, step: int, metrics: Any) -> Orders:
+    def _evaluate(self, state: Any, step: int, metrics: Any = None) -> Orders:
         """Evaluate, polling after each part: save in between if ordered to, and return early, with the order, if all
-        workers are to stop."""
+        workers are to stop. Before the first step there are no metrics, and nothing new to save."""
         polling, parts = Polling(self._session), itertools.count(1)
 
         def after_part() -> None:
@@ -216,7 +219,8 @@ class Loop:
             orders = polling.poll(part) if polling.is_due(part) else Orders()
             if orders.save:
                 self._is_save_ordered = True
-                self._save(state, step, metrics)
+                if metrics is not None:
+                    self._save(state, step, metrics)
             if orders.stop:
                 raise EvaluationStoppedError
 

@@ -74,7 +74,9 @@ def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    # What nohup has made the process ignore stays ignored: a terminal that is closed.
+    numbers = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:

@@ -84,6 +84,9 @@ class FakeEngine:
         loss = self._losses.get(metrics, float(metrics))
         return {"loss": loss, "grad_norm": 0.5, "lr": 0.1, "skipped": 0.0, "spikes": self._spikes.get(metrics, 0.0)}
 
+    def spikes(self, state):
+        return self._spikes.get(state, 0.0)
+
     def window_losses(self, state, windows):
         self.scored.append(windows)
         return windows.mean(1) + state
@@ -100,7 +103,7 @@ class FakeEngine:
         return np.zeros((len(ids), VOCAB)), None
 
     def describe(self):
-        return {"device": "cpu", "devices": "1"}
+        return {"device": "cpu", "devices": "1", "precision": "fp32"}
 
 
 def run(spec, engine, orders=()):

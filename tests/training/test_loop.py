@@ -75,7 +75,7 @@ def test_on_a_known_device_a_log_event_has_mfu(make_spec):
         device_count = 2
 
         def describe(self):
-            return {"device": "NVIDIA H200"}
+            return {**super().describe(), "device": "NVIDIA H200"}
 
     spec = make_spec()
     for event in lines_of(run(spec, H200()), StepLogged):

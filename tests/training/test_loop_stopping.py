@@ -37,12 +37,15 @@ def test_a_bad_step_that_is_not_logged_is_found_before_its_checkpoint_counts(mak
     assert checkpoints.newest_intact(spec.run_folder)[0] is None
 
 
-@pytest.mark.parametrize(("skipped", "ends"), [(0.0, True), (1.0, False)])
-def test_a_gradient_that_overflows_ends_the_run_unless_its_step_was_left_out_as_in_fp16(make_spec, skipped, ends):
+@pytest.mark.parametrize(("precision", "ends"), [("bf16", True), ("fp16", False)])
+def test_a_gradient_that_overflows_ends_the_run_unless_its_step_was_left_out_as_in_fp16(make_spec, precision, ends):
     class Overflowing(FakeEngine):
         def read(self, metrics):
-            said = super().read(metrics)
-            return {**said, "grad_norm": float("inf"), "skipped": skipped} if metrics == 6 else said
+            skipped = float(metrics > 3)  # a spike has been left out before
+            return {**super().read(metrics), "skipped": skipped, "grad_norm": float("inf") if metrics == 6 else 0.5}
+
+        def describe(self):
+            return {**super().describe(), "precision": precision}
 
     expected = pytest.raises(RaygptError, match="at step 6 ") if ends else contextlib.nullcontext()
     with expected:
@@ -78,6 +81,13 @@ def test_spikes_that_a_restored_state_has_counted_are_no_news(make_spec):
     assert events[-1] == Finished(12)
 
 
+def test_a_spike_in_the_first_step_after_a_resume_is_found(make_spec):
+    spec = make_spec(**{"training.on_spike": "stop", "training.checkpoint_every": 4})
+    for _ in range(2):  # the same command again ends there again
+        with pytest.raises(RaygptError, match="at or before step"):
+            run(spec, FakeEngine(spikes=dict.fromkeys(range(5, 11), 1.0)))
+
+
 def test_a_state_that_a_spike_has_spoilt_is_not_saved_where_one_is_to_stop_at_it(make_spec):
     spec = make_spec(**{"training.on_spike": "stop", "training.checkpoint_every": 2, "training.log_every": 10})
     with pytest.raises(RaygptError, match="standard deviations above what is usual, at or before step 6"):
@@ -90,7 +100,9 @@ def test_a_state_that_a_spike_has_spoilt_is_not_saved_where_one_is_to_stop_at_it
 
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_from_there(make_spec):
     spec = make_spec(**{"training.checkpoint_every": 100, "training.eval_every": 100})
-    events = run(spec, FakeEngine(), [Orders(), Orders(), Orders(stop=True)])  # asked after steps 2, 3 and 6
+    events = run(
+        spec, FakeEngine(), [Orders(), Orders(), Orders(), Orders(stop=True)]
+    )  # asked in the validation, after steps 2, 3, 6
     assert events[-1] == Stopped(6)
     assert checkpoints.newest_intact(spec.run_folder)[0].step == 6
     engine = FakeEngine()
@@ -100,14 +112,26 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_from_there(make_spec):
 
 def test_a_validation_that_a_stop_left_out_is_made_up_for(make_spec):
     spec = make_spec(**{"training.eval_every": 3})
-    assert ("val", 3) not in kinds(run(spec, FakeEngine(), [Orders(), Orders(stop=True)]))
+    assert ("val", 3) not in kinds(run(spec, FakeEngine(), [Orders(), Orders(), Orders(stop=True)]))
     assert ("val", 3) in kinds(run(spec, FakeEngine()))
 
 
 def test_a_checkpoint_is_saved_when_it_is_asked_for_and_training_goes_on(make_spec):
     spec = make_spec(**{"training.checkpoint_every": 100})
-    events = run(spec, FakeEngine(), [Orders(), Orders(save=True)])
+    events = run(spec, FakeEngine(), [Orders(), Orders(), Orders(save=True)])
     assert steps_of(events, CheckpointSaved) == [3, 10]
+
+
+def test_the_first_validation_is_left_where_all_are_to_stop(make_spec):
+    spec, engine = make_spec(), FakeEngine()
+    assert run(spec, engine, [Orders(stop=True)])[-1] == Stopped(0)
+    assert (len(engine.scored), engine.batches) == (2, [])
+    assert kinds(run(spec, FakeEngine()))[:2] == [("start", None), ("val", 0)]
+
+
+def test_a_node_about_to_be_lost_during_the_first_validation_is_saved_for_after_the_first_step(make_spec):
+    events = run(make_spec(**{"training.checkpoint_every": 100}), FakeEngine(), [Orders(save=True)])
+    assert steps_of(events, CheckpointSaved) == [1, 10]
 
 
 class MidValidation(LocalSession):
@@ -241,10 +265,10 @@ def test_within_a_long_validation_orders_are_asked_for_as_often(make_spec, monke
         after = ()
 
         def orders(self, steps_per_s):
-            self.after = (*self.after, len(engine.scored) - 10)  # ten before step 1
+            self.after = (*self.after, len(engine.scored))
             return super().orders(steps_per_s)
 
     engine, session = Timed(micro_rows=1), Noting()
     monkeypatch.setattr("raygpt.training.clock.time", SimpleNamespace(perf_counter=lambda: engine.now))
     Loop(make_spec(**{"training.steps": 3, "training.log_every": 100}), engine, session).run()
-    assert session.after == (0, 0, 2, 3, 5, 7, 9)  # after steps 2 and 3, then within the validation
+    assert session.after == (2, 3, 5, 7, 9, 10, 10, 12, 13, 15, 17, 19)  # after steps 2 and 3 between two validations

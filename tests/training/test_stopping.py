@@ -38,6 +38,19 @@ def test_a_signal_to_the_process_and_at_once_to_its_group_is_one_as_timeout_send
     assert asked == ["stop"]
 
 
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_closed_terminal_ends_a_run_unless_nohup_started_it(tmp_path, monkeypatch, ignored):
+    asked = []
+    monkeypatch.setattr("raygpt.training.stopping.AGAIN_S", 60)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with stoppable(str(tmp_path), lambda: asked.append("stop"), lambda event: None):
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert asked == ["stop"] * (not ignored)
+
+
 def test_a_request_from_elsewhere_is_found_and_an_old_one_is_forgotten(tmp_path, monkeypatch):
     asked, said = [], []
     monkeypatch.setattr("raygpt.training.stopping.STOP_POLL_S", 0)

@@ -264,6 +264,10 @@ class JaxEngine:
         """Wait for a step's metrics."""
         return {name: float(value) for name, value in jax.device_get(metrics)._asdict().items()}
 
+    def spikes(self, state: State) -> float:
+        """How many spikes a state has counted."""
+        return float(state.spikes.spikes)
+
     def window_losses(self, state: State, windows: NDArray[np.int32]) -> NDArray[np.floating[Any]]:
         """The loss of each window [rows, context + 1], a mean over its tokens; every process passes and gets all."""
         padded = np.pad(windows, ((0, -len(windows) % self._row_shards), (0, 0)))

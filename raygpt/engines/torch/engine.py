@@ -274,6 +274,10 @@ class TorchEngine:
         """Wait for a step's metrics."""
         return metrics.read()
 
+    def spikes(self, state: State) -> float:
+        """How many spikes a state has counted."""
+        return float(state.spikes.spikes)
+
     def window_losses(self, state: State, windows: NDArray[np.int32]) -> NDArray[np.floating[Any]]:
         """The loss of each window [rows, context + 1], a mean over its tokens; every process passes and gets all."""
         mine = self._own_rows(windows)
