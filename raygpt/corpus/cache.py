@@ -27,6 +27,7 @@ from raygpt.errors import RaygptError
 FREE_SHARE = 0.5  # of the disk space that is free or cached already: the default limit
 SPARE_SHARE = 1 / 16  # of the limit: so much of what nobody needs is evicted at once, since listing takes a while
 NEVER = float("inf")
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Block(NamedTuple):
@@ -53,6 +54,7 @@ class BlockCache:
     def __init__(self, limit: int | None = None, folder: Path | None = None):
         self.folder = folder or storage.cache_folder() / "blocks"
         storage.make_folder(str(self.folder / "needs"))
+        (self.folder / "lock").touch()
         self.limit = limit or default_limit(self.folder)
         self._used: int | None = None  # by the last count, plus what this process added since
         self._needs = _NeedsFile(self.folder / "needs")
@@ -72,13 +74,14 @@ class BlockCache:
             os.close(file)
 
     def publish(self, needs: Sequence[Need]) -> None:
-        """Tell the node's other processes what this one will need."""
-        self._needs.write(needs)
+        """Tell the node's other processes what this one will need, unless the disk is full."""
+        with _full_disk_ignored():
+            self._needs.write(needs)
 
     def make_room(self, size: int, when: float) -> bool:
         """Whether `size` more bytes fit, if need be after evicting what is needed after `when`."""
         with self._locked():
-            return self._make_room(size, when)
+            return self._make_room(size, when) and shutil.disk_usage(self.folder).free >= size
 
     def add(self, blocks: Mapping[Block, bytes], when: float) -> bool:
         """Keep blocks that are needed at `when`. False if there is no room, or the disk is full."""
@@ -97,26 +100,25 @@ class BlockCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with (self.folder / "lock").open("a+") as file:
+        with (self.folder / "lock").open("r+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
             self._used = int(file.read() or -1)
             try:
                 yield
-            finally:
+            finally:  # the count is shared, so that files need not be listed each time
                 file.seek(0)
-                file.truncate()
-                file.write(str(self._used))  # the count is shared, so that files need not be listed each time
+                with _full_disk_ignored():
+                    file.write(b"%20d" % self._used)  # always as long, so that a full disk has room for it
 
     def _write(self, path: Path, content: bytes) -> bool:
-        path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".tmp")
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             aside.write_bytes(content)
             aside.replace(path)
         except OSError as error:
             aside.unlink(missing_ok=True)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in FULL:
                 return False
             raise RaygptError(
                 f"{path} cannot be written ({os.strerror(error.errno or 0)}); set XDG_CACHE_HOME to a folder that you "
@@ -157,15 +159,14 @@ class _NeedsFile:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._file = (folder / f"{uuid.uuid4().hex[:8]}.json").open("w+")
+        self._file = (folder / f"{uuid.uuid4().hex[:8]}.json").open("wb", buffering=0)
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def write(self, needs: Sequence[Need]) -> None:
         # In place: a replaced file would have no lock. A reader that finds half of it takes it for no needs.
         self._file.seek(0)
-        self._file.write(json.dumps(needs) + "\n")
+        self._file.write(json.dumps(needs).encode() + b"\n")
         self._file.truncate()
-        self._file.flush()
 
     def all(self) -> Iterator[Need]:
         for path in self._folder.iterdir():
@@ -187,6 +188,15 @@ def default_limit(folder: Path) -> int:
         with contextlib.suppress(FileNotFoundError):  # evicted since
             cached += path.stat().st_size
     return int((shutil.disk_usage(folder).free + cached) * FREE_SHARE)
+
+
+@contextlib.contextmanager
+def _full_disk_ignored() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
 
 
 def _lock(file: int) -> bool:

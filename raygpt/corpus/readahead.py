@@ -11,6 +11,7 @@ from raygpt.corpus.blocks import BLOCK
 from raygpt.corpus.cache import Need, now
 from raygpt.corpus.fetching import BlockRange, CachedShards, request_runs
 from raygpt.corpus.lanes import Group
+from raygpt.errors import first_line
 
 AHEAD = 8  # requests at a time, of the 16 connections: the others are for what a batch waits for
 HORIZON_S = 600.0  # of training that is fetched ahead: a store may be away for minutes
@@ -33,6 +34,7 @@ class ReadAhead:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
+        self._problem = ""  # the last one that was reported
 
     def follow(self, batch: int, rows: tuple[int, ...], context: int, upcoming: Callable[[], Iterator[Group]]) -> None:
         """Training has reached a batch; `upcoming` makes an iterator of what these rows need from there on."""
@@ -69,11 +71,19 @@ class ReadAhead:
         while not self._is_stopped:
             with self._changed:
                 changes, plan = self._changes, self._plan()
-            self._shards.cache.publish(plan)
-            self._fetch(plan, changes)
+            try:
+                self._shards.cache.publish(plan)
+                self._fetch(plan, changes)
+            except Exception as error:  # what is not read ahead is fetched when a batch needs it
+                self._report_once(f"nothing is read ahead for now ({first_line(error)})")
             with self._changed:
                 if changes == self._changes:
                     self._changed.wait(PASS_S)
+
+    def _report_once(self, problem: str) -> None:
+        if problem != self._problem:
+            self._problem = problem
+            self._shards.report(problem)
 
     def _plan(self) -> list[Need]:
         """What the next groups need, and when; as much as the cache holds, but at least two groups."""

@@ -277,6 +277,27 @@ def test_a_full_disk_stops_caching_but_not_training(server: ObjectStore, monkeyp
     store.train.close()
 
 
+def test_a_pass_of_reading_ahead_that_fails_is_reported_once_and_repeated(
+    server: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, repeated, said = [OSError(5, "Input/output error")] * 2, threading.Event(), list[str]()
+
+    def make_room(cache: BlockCache, size: int, when: float) -> bool:
+        if failures:
+            raise failures.pop()
+        repeated.set()
+        return False
+
+    monkeypatch.setattr(BlockCache, "make_room", make_room)
+    monkeypatch.setattr("raygpt.corpus.readahead.PASS_S", 0.01)
+    store, feed = opened()
+    feed.read_ahead(said.append)
+    feed.rows(0)
+    assert repeated.wait(60)
+    store.train.close()
+    assert said == ["nothing is read ahead for now ([Errno 5] Input/output error)"]
+
+
 READER = """
 import json, sys, time
 import numpy as np
@@ -336,6 +357,23 @@ def test_what_nobody_needs_is_evicted_first_and_then_what_is_needed_last(tmp_pat
     assert len(held()) == 8
     assert not cache.add({block(22): bytes(900)}, when=60)
     assert set(held()) >= {0, 1, 2, 3, 20}  # needed before that one
+    cache.close()
+
+
+def test_a_full_disk_keeps_nothing_and_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    cache = BlockCache(1000, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "mkdir", full)
+        assert not cache.add({block(0): bytes(100)}, when=0)
+        patched.setattr(caching.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 99}))
+        assert not cache.make_room(100, when=0)  # otherwise the same would be read ahead again and again
+    with Path("/dev/full").open("wb", buffering=0) as file, monkeypatch.context() as patched:
+        patched.setattr(cache._needs, "_file", file)
+        cache.publish([Need("store", 0, 0, 4, 50.0)])
+    assert cache.add({block(0): bytes(100)}, when=0)
     cache.close()
 
 
