@@ -28,7 +28,7 @@ MARKS = {"ok": "[green]✓[/]", "optional": "[yellow]○[/]", "problem": "[red]�
 LESS_IMPORTANT = ("model", "tokens/s", "engine")
 STATES = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "unreadable": "red"}
 
-# To train finished weights further: with the defaults, 1e-3 without a warm-up, they would be lost in a few steps.
+# To train finished weights further: the default rate, 1e-3 without a warm-up, is for new ones.
 LOW_RATE = ("optimizer.learning_rate=3e-5", "schedule.warmup_steps=20", "training.steps=200")
 
 
