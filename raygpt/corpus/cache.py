@@ -55,8 +55,8 @@ class BlockCache:
         self.folder = folder or storage.cache_folder() / "blocks"
         storage.make_folder(str(self.folder / "needs"))
         (self.folder / "lock").touch()
-        self.limit = limit or default_limit(self.folder)
         self._used: int | None = None  # by the last count, plus what this process added since
+        self.limit = limit or self._default_limit()
         self._needs = _NeedsFile(self.folder / "needs")
 
     def path(self, block: Block) -> Path:
@@ -110,6 +110,12 @@ class BlockCache:
                 with _full_disk_ignored():
                     file.write(b"%20d" % self._used)  # always as long, so that a full disk has room for it
 
+    def _default_limit(self) -> int:
+        """Half of what is free, counting what is cached already as free."""
+        with self._locked():
+            cached = sum(length for _, length in self._list())
+        return int((shutil.disk_usage(self.folder).free + cached) * FREE_SHARE)
+
     def _write(self, path: Path, content: bytes) -> bool:
         aside = path.with_suffix(".tmp")
         try:
@@ -144,14 +150,19 @@ class BlockCache:
         return wanted <= 0
 
     def _list(self) -> Iterator[tuple[Block, int]]:
-        """Every block with its size. Files of writers that were killed are deleted: only a lock's holder writes."""
+        """Every block with its size. Files of writers that were killed, and folders whose blocks were all evicted, are
+        deleted: only a lock's holder writes."""
         for store in _folders(self.folder):
             for shard in _folders(Path(store.path)) if store.name != "needs" else ():
-                for file in os.scandir(shard.path):
+                files = list(os.scandir(shard.path))
+                if not files:
+                    Path(shard.path).rmdir()
+                for file in files:
                     if file.name.endswith(".tmp"):
                         Path(file.path).unlink()
                         continue
-                    yield Block(store.name, int(shard.name), int(file.name)), file.stat().st_size
+                    with contextlib.suppress(FileNotFoundError):  # damaged, and removed since
+                        yield Block(store.name, int(shard.name), int(file.name)), file.stat().st_size
 
 
 class _NeedsFile:
@@ -179,15 +190,6 @@ class _NeedsFile:
     def close(self) -> None:
         Path(self._file.name).unlink(missing_ok=True)
         self._file.close()
-
-
-def default_limit(folder: Path) -> int:
-    """Half of what is free, counting what is cached already as free."""
-    cached = 0
-    for path in folder.glob("*/*/*"):
-        with contextlib.suppress(FileNotFoundError):  # evicted since
-            cached += path.stat().st_size
-    return int((shutil.disk_usage(folder).free + cached) * FREE_SHARE)
 
 
 @contextlib.contextmanager
@@ -222,7 +224,7 @@ def _when(needs: Mapping[tuple[str, int], Sequence[Need]], block: Block) -> floa
     """When a block is needed first; a head as soon as any of its shard's blocks."""
     mine = needs.get((block.store, block.shard), ())
     times = [need.when for need in mine if block.number < 0 or need.first <= block.number < need.end]
-    return max(min(times, default=NEVER), 0.0) if times else NEVER
+    return min(times, default=NEVER)
 
 
 def now() -> float:

@@ -1,7 +1,9 @@
 """A scattered store in an object store: right rows through a bounded cache, whatever the store and the disk do."""
 
 import contextlib
+import glob
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -64,9 +66,9 @@ def expected(feed: Feed, batch: int) -> list[list[int]]:
 
 def used(folder: Path) -> int:
     total = 0
-    for path in (folder / "cache" / "raygpt" / "blocks").glob("*/*/*"):
+    for path in glob.glob(f"{folder}/cache/raygpt/blocks/*/*/*"):
         with contextlib.suppress(FileNotFoundError):  # evicted since
-            total += path.stat().st_size
+            total += Path(path).stat().st_size
     return total
 
 
@@ -374,6 +376,26 @@ def test_a_full_disk_keeps_nothing_and_is_no_error(tmp_path: Path, monkeypatch: 
         patched.setattr(cache._needs, "_file", file)
         cache.publish([Need("store", 0, 0, 4, 50.0)])
     assert cache.add({block(0): bytes(100)}, when=0)
+    cache.close()
+
+
+def test_folders_of_shards_whose_blocks_were_evicted_do_not_pile_up(tmp_path: Path) -> None:
+    cache = BlockCache(100, tmp_path)
+    for shard in range(20):
+        assert cache.add({block(0, shard): bytes(100)}, when=0)
+    cache.close()
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["0000018", "0000019"]
+
+
+def test_a_damaged_block_that_is_removed_while_blocks_are_counted_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = BlockCache(1000, tmp_path)
+    cache.add({block(0): bytes(100), block(1): bytes(100)}, when=0)
+    entries = {str(path): list(os.scandir(path)) for path in (tmp_path, tmp_path / "store", tmp_path / "store/0000000")}
+    cache.remove(block(0))
+    monkeypatch.setattr(os, "scandir", lambda folder: entries[str(folder)])
+    assert list(cache._list()) == [(block(1), 100)]
     cache.close()
 
 
