@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 train: $(VENV)/installed ## the default recipe, on this machine's CPU
 	$(BIN)/raygpt train tiny
 
-# Every contract, verb and bad input at least once, in ten minutes on two cores: two halves of about the
+# Every contract, verb and bad input at least once, in about ten minutes on two cores: two halves of about the
 # same length at the same time. One mostly compiles, on one core; the other, on the session's Ray cluster, mostly starts processes.
 CASES := not slow and not extended
 test: $(VENV)/installed-dev
