@@ -28,7 +28,7 @@ from raygpt import cli
 
 settings.register_profile("raygpt", deadline=None, max_examples=60)  # two busy cores: a slow example is no failure
 settings.load_profile("raygpt")
-# A shell's background jobs ignore Ctrl-C, those of nohup a closed terminal, and so would the programs that a test signals.
+# A shell's background jobs ignore Ctrl-C, those of nohup a closed terminal: so would the programs that tests signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

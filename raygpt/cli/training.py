@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from raygpt.cli.app import UNKNOWN_AS_KEYS, Json, OnCluster, app, print_json
-from raygpt.errors import NOT_RETRIED, RaygptError, StoppedError, TransientError
+from raygpt.errors import NOT_RETRIED, RaygptError, TransientError
 
 if TYPE_CHECKING:
     from raygpt.jobs import Job, JobServer
@@ -60,7 +60,7 @@ def _not_retried(kuberay: bool) -> Iterator[None]:
 
     try:
         yield
-    except (TransientError, StoppedError):
+    except TransientError:
         raise
     except RaygptError as error:
         console.fail(str(error))

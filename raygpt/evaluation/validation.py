@@ -16,7 +16,7 @@ from raygpt.errors import RaygptError
 from raygpt.evaluation.continuations import TOKENS, Watch
 from raygpt.evaluation.tasks import Figures, standard_error
 from raygpt.inference.loaded import LoadedModel
-from raygpt.runs import OpenRun
+from raygpt.runs import OpenRun, checkpoints
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Validation:
 
 def validate(loaded: LoadedModel, watch: Watch = lambda done, total: None) -> Figures:
     """Evaluate all validation windows, as training does if `training.eval_rows` is not set."""
-    streams = val_streams(loaded.run, loaded.run.facts(loaded.checkpoint)["data"])
+    streams = val_streams(loaded.run, checkpoints.facts(loaded.checkpoint)["data"])
     context = loaded.reader.context
     total = sum(window_count(len(stream), context) for stream in streams)
     if not total:

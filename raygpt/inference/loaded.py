@@ -52,7 +52,7 @@ def read(run: OpenRun, step: int | None = None, best: bool = True) -> Checkpoint
     """A checkpoint's parameters: of a step, or the best, or the newest."""
     model = run.recipe.model
     picked = run.pick(step, best)
-    facts = run.facts(picked)
+    facts = checkpoints.facts(picked)
     require(facts["engine"])
     if facts["tokenizer"] != tokenizers.fingerprint(run.tokenizer):
         raise RaygptError(f"{run.folder}: its tokenizer is not the one it was trained with; copy the run again")

@@ -3,6 +3,7 @@
 from raygpt.inference.loaded import CheckpointWeights
 from raygpt.interop.family import Family
 from raygpt.models import describe
+from raygpt.runs import checkpoints
 from raygpt.show.report import loss_picture
 
 CURVE = "loss.svg"
@@ -60,7 +61,7 @@ def _card(found: CheckpointWeights, family: Family, with_curve: bool) -> str:
 
 def _data(found: CheckpointWeights) -> list[str]:
     data = found.recipe.data
-    if not found.run.facts(found.checkpoint)["data"]:
+    if not checkpoints.facts(found.checkpoint)["data"]:
         return ["Weights that were made elsewhere, and not trained further here."]
     sources = [
         f"- `{part.source}`" + (f", weight {part.weight:g}" if len(data.sources) > 1 else "") for part in data.sources

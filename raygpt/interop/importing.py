@@ -184,7 +184,7 @@ def _write(recipe: Recipe, tokenizer: Tokenizer, parameters: dict[str, NDArray[A
     tokenizers.save(tokenizer, out)
     engine = engine_of(recipe.engine).Engine(recipe, tokenizer.vocab)
     state = engine.load(PlainState(parameters))
-    part, folder = checkpoints.parts_of(out) / "import", checkpoints.folder_of(out, 0)
+    part, folder = checkpoints.parts_folder(out) / "import", checkpoints.folder_of(out, 0)
     storage.delete_folder(str(part))  # left by an interrupted import to an object store
     engine.save(state, str(part))
     engine.wait_for_save()

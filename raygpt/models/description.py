@@ -48,15 +48,23 @@ class Description:
         return sum(prod(shape) for shape in self.shapes.values())
 
     @property
-    def flops_per_token(self) -> int:
-        """Operations per token, forward and backward: 6 · parameters + 12 · layers · heads · head size · context.
+    def multiplied(self) -> int:
+        """The number of parameters without token tables that are only looked up; one that is also the head counts."""
+        return self.count - sum(prod(self.shapes[name]) for name in self.token_tables if name != self.output_table)
 
-        The second term is attention's scores and sums. A token table that is only looked up does not count; one that
-        is also the head does.
+    @property
+    def flops_per_token(self) -> int:
+        """Operations per token, forward and backward: 6 · `multiplied` + 12 · layers · heads · head size · context.
+
+        The second term is attention's scores and sums.
         """
-        looked_up = sum(prod(self.shapes[name]) for name in self.token_tables if name != self.output_table)
         attention = prod(self.sizes[axis] for axis in ("layer", "heads", "head", "context"))
-        return 6 * (self.count - looked_up) + 12 * attention
+        return 6 * self.multiplied + 12 * attention
+
+    def fans(self, parameter: Parameter) -> tuple[int, int]:
+        """How many inputs and outputs a matrix has."""
+        fan_in = prod(self.sizes[axis] for axis in parameter.fan_in)
+        return fan_in, prod(self.own_shape(parameter)) // fan_in
 
     def cache_shape(self, rows: int) -> tuple[int, ...]:
         """The shape of the key cache, and of the value cache: [layer, rows, kv_heads, context, head]."""

@@ -10,7 +10,7 @@ from raygpt.engines.padding import padded_vocab
 from raygpt.errors import RaygptError
 from raygpt.models import Description, describe
 from raygpt.planning.corpus import Corpus, look_up
-from raygpt.planning.loss import Loss, expected_loss, size_of
+from raygpt.planning.loss import Loss, expected_loss
 from raygpt.planning.memory import Memory, step_memory
 from raygpt.planning.micro_batch_size import Split, split_batch
 from raygpt.planning.step_time import StepTime, step_time
@@ -137,7 +137,7 @@ def forecast(recipe: Recipe, target: Target, corpus: Corpus | None = None, devic
     seconds = step_time(known, corpus.vocab, devices, target, mesh, split.micro_rows, split.accumulation, precision)
     description = describe(known.model, corpus.vocab)
     tokens = known.steps * known.training.batch_tokens
-    loss = expected_loss(known, size_of(description), tokens)
+    loss = expected_loss(known, description.multiplied, tokens)
     return Forecast(
         known, target, corpus, devices, split, fits, seconds, description.count, description.flops_per_token, loss
     )

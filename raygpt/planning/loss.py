@@ -2,8 +2,8 @@
 
     L(N, D) = E + A / N^a + B / D^b
 
-N is `size_of(description)`, D the tokens that a run trains on, repeated or not; L the validation loss at the end of the
-schedule, in nats per token. A law is a file `scaling.json` in a folder beside the runs (RUN_STORAGE/NAME/scaling.json):
+N is `description.multiplied`, D the tokens that a run trains on, repeated or not; L the validation loss at the end
+of the schedule, in nats per token. A law is a file in a folder beside the runs, RUN_STORAGE/NAME/scaling.json:
 
     {"format": 1,
      "family": {...},                       what `family_of(recipe)` returned for the recipe of the ladder
@@ -18,7 +18,6 @@ the 10th and the 90th percentile of these. A law whose rungs are fewer than FEWE
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from numpy.typing import NDArray
 
 from raygpt import storage
 from raygpt.config import Recipe
-from raygpt.models import Description
 
 SCALING = "scaling.json"
 FORMAT = 1
@@ -83,12 +81,6 @@ class Law:
         times = 6.0 * parameters * tokens / largest
         beyond = f", {times:,.0f} times the largest one's compute" if times > 1.5 else ""
         return f"a law fitted to {len(self.rungs)} runs in {self.name}{beyond}"
-
-
-def size_of(description: Description) -> int:
-    """N of the law: all parameters but token tables that are only looked up, which cost no products."""
-    looked_up = [name for name in description.token_tables if name != description.output_table]
-    return description.count - sum(prod(description.shapes[name]) for name in looked_up)
 
 
 def family_of(recipe: Recipe) -> dict[str, Any]:

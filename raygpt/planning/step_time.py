@@ -158,9 +158,7 @@ class Work:
         total = 0.0
         for parameter in self.description.parameters:
             if parameter.role == "matrix":
-                fan_in = prod(self.description.sizes[axis] for axis in parameter.fan_in)
-                fan_out = prod(self.description.own_shape(parameter)) // fan_in
-                short, long = sorted((fan_in, fan_out))
+                short, long = sorted(self.description.fans(parameter))
                 total += self.description.sizes["layer"] * (4 * short**2 * long + 2 * short**3)
         return len(POLYNOMIALS) * total
 

@@ -73,7 +73,7 @@ class OpenRun:
         if self.recipe.training.steps is not None or not self.steps:
             return self.recipe.training.steps
         newest = Checkpoint(self.steps[-1], checkpoints.folder_of(self.folder, self.steps[-1]))
-        steps: int = self.facts(newest)["recipe"]["training"]["steps"]
+        steps: int = checkpoints.facts(newest)["recipe"]["training"]["steps"]
         return steps
 
     # Checkpoints
@@ -99,10 +99,6 @@ class OpenRun:
         unfinished = ", ".join(map(str, self._folders))
         begun = f" (unfinished or damaged: {unfinished})" if unfinished else ""
         raise RaygptError(f"{self.folder} has no complete checkpoint{begun}; train it further: raygpt train")
-
-    def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """What a checkpoint records about its run: engine, recipe in steps, tokenizer, data."""
-        return checkpoints.facts(checkpoint)
 
     @cached_property
     def _folders(self) -> dict[int, bool]:

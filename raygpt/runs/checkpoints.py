@@ -84,10 +84,10 @@ def remove_unfinished(run_folder: str) -> None:
     for step, folder in _all(run_folder):
         if step not in committed:
             storage.delete_folder(folder)
-    storage.delete_folder(str(parts_of(run_folder)))
+    storage.delete_folder(str(parts_folder(run_folder)))
 
 
-def parts_of(run_folder: str) -> Path:
+def parts_folder(run_folder: str) -> Path:
     """Where this node's processes write before they publish: beside the checkpoints, or in /tmp for an object store."""
     if not storage.is_remote(run_folder):
         return Path(run_folder, FOLDER, "parts")

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from raygpt.config import Recipe
 from raygpt.errors import RaygptError
 from raygpt.models import describe
-from raygpt.planning.loss import size_of
 
 FEWEST_STEPS = 300  # of a rung: shorter runs mostly show how they begin
 SIZES = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)  # of width, heads and layers
@@ -129,7 +128,7 @@ def _filled(cross: Sequence[Rung], flops: float, recipe: Recipe, vocab: int) -> 
 def _rung(recipe: Recipe, vocab: int) -> Rung:
     description = describe(recipe.model, vocab)
     flops = float(description.flops_per_token) * recipe.steps * recipe.training.batch_tokens
-    return Rung(recipe, size_of(description), flops)
+    return Rung(recipe, description.multiplied, flops)
 
 
 def _smaller(recipe: Recipe, vocab: int) -> list[Recipe]:

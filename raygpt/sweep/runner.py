@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from raygpt import storage
 from raygpt.config import Recipe
 from raygpt.corpus.mixture import Mixture
-from raygpt.corpus.prepare import Watch as Progress
+from raygpt.corpus.prepare import Watch as WatchPreparing
 from raygpt.errors import DivergedError, RaygptError, StoppedError
 from raygpt.runs import checkpoints
 from raygpt.runs.lock import locked
@@ -139,7 +139,7 @@ class _Thread(threading.Thread):
             self.error = error
 
 
-def prepare_corpus(recipe: Recipe, watch: Progress) -> Mixture:
+def prepare_corpus(recipe: Recipe, watch: WatchPreparing) -> Mixture:
     """The whole corpus, which all runs read, prepared if necessary."""
     return prepared.prepare_run(recipe, watch, False, spare_cpus=lambda: 0).corpus
 

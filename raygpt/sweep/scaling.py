@@ -13,7 +13,7 @@ from raygpt import storage
 from raygpt.config import Recipe
 from raygpt.errors import RaygptError
 from raygpt.models import describe
-from raygpt.planning.loss import FORMAT, SCALING, Law, Loss, Measured, family_of, size_of
+from raygpt.planning.loss import FORMAT, SCALING, Law, Loss, Measured, family_of
 from raygpt.sweep.grid import KEPT, claim
 from raygpt.sweep.ladder import NEAR, Rung, choose_rungs, cost, distance, share_to_come_near
 from raygpt.sweep.law import fit_law
@@ -62,7 +62,7 @@ def plan_ladder(recipe: Recipe, vocab: int, share: float) -> Ladder:
     flops = float(description.flops_per_token) * recipe.steps * recipe.training.batch_tokens
     rungs = choose_rungs(recipe, vocab, share)
     enough = share_to_come_near(recipe, vocab)
-    return Ladder(run_folder_of(recipe), recipe, tuple(rungs), size_of(description), flops, enough)
+    return Ladder(run_folder_of(recipe), recipe, tuple(rungs), description.multiplied, flops, enough)
 
 
 def run_ladder(ladder: Ladder, runner: Runner) -> Answer:

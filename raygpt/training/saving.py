@@ -51,7 +51,7 @@ class Saving:
         if self._thread:
             self._thread.join()  # rank 0's thread has ended, so this one is about to
         self._begun, self._step = time.monotonic(), step
-        parts, rank = checkpoints.parts_of(self._spec.run_folder), self._session.rank
+        parts, rank = checkpoints.parts_folder(self._spec.run_folder), self._session.rank
         part = parts / f"step-{step:08d}-{rank}"
         error: BaseException | None = None
         try:

@@ -44,7 +44,7 @@ def main(run, part, copies):
     while True:
         copy = str(Path(copies, str(len(found))))
         shutil.copytree(run, copy)
-        theirs = checkpoints.parts_of(copy) / "step-00000002-0"
+        theirs = checkpoints.parts_folder(copy) / "step-00000002-0"
         shutil.copytree(part, theirs)
         child = os.fork()
         if child == 0:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raygpt.models import describe
-from raygpt.planning.loss import expected_loss, family_of, size_of
+from raygpt.planning.loss import expected_loss, family_of
 from raygpt.recipes import load_recipe
 
 LAW = {"E": 1.7, "A": 400.0, "a": 0.34, "B": 900.0, "b": 0.31}
@@ -69,5 +69,5 @@ def test_a_ladder_of_gpt2s_published_sizes_is_one_family():
 
 def test_a_table_that_is_only_looked_up_does_not_count():
     tied, untied = (describe(load_recipe(name).model, 50257) for name in ("gpt2-124m", "modern-124m"))
-    assert size_of(tied) == 124_439_808  # GPT-2's table is its head too
-    assert size_of(untied) == untied.count - 50257 * 768
+    assert tied.multiplied == 124_439_808  # GPT-2's table is its head too
+    assert untied.multiplied == untied.count - 50257 * 768

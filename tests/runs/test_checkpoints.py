@@ -17,7 +17,7 @@ def run(tmp_path):
 
     def make(losses):
         for number, loss in enumerate(losses, start=1):
-            part = checkpoints.parts_of(str(tmp_path)) / "0"
+            part = checkpoints.parts_folder(str(tmp_path)) / "0"
             part.mkdir(parents=True)
             (part / "state").write_text(f"state {number}")
             folder = checkpoints.folder_of(str(tmp_path), number * 10)

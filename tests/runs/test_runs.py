@@ -49,7 +49,7 @@ def test_the_best_is_picked_or_the_newest_or_the_one_that_is_named(run):
     assert opened.pick().step == 20
     assert opened.pick(best=False).step == 30
     assert opened.pick(10).folder == checkpoints.folder_of(str(run), 10)
-    assert opened.facts(opened.pick(10))["engine"] == "jax"
+    assert checkpoints.facts(opened.pick(10))["engine"] == "jax"
 
 
 def test_of_equal_losses_the_newest_is_picked(run):

@@ -35,7 +35,7 @@ def make_run(home, name, *, steps=20, until=20, lines=(), **settings):
         ]
         logged += [{"step": step, "val_loss": 5.5 - step / 10, "time": 1001.0 + step}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*logged, *lines]))
-    part, saved = checkpoints.parts_of(str(folder)) / "0", checkpoints.folder_of(str(folder), until)
+    part, saved = checkpoints.parts_folder(str(folder)) / "0", checkpoints.folder_of(str(folder), until)
     part.mkdir(parents=True)
     (part / "weights.bin").write_bytes(b"w" * 100)
     facts = {"engine": "jax", "recipe": {"training": {"steps": steps or 60}}}

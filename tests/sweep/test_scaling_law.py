@@ -4,7 +4,7 @@ import pytest
 from here import SMALL, Here, Killed, make_runner, write_text
 
 from raygpt.models import describe
-from raygpt.planning.loss import expected_loss, size_of
+from raygpt.planning.loss import expected_loss
 from raygpt.recipes import load_recipe
 from raygpt.runs import open_run
 from raygpt.show.scaling_page import scaling_page
@@ -43,7 +43,7 @@ def test_a_ladder_that_was_killed_goes_on_and_its_law_is_found_beside_the_runs(r
     answer = run_ladder(ladder, make_runner(ladder.folder, here))
     assert [name for name, _ in here.trained] == [rung.name for rung in ladder.rungs[2:]]
     write_law(ladder, answer)
-    count = size_of(describe(recipe.model, VOCAB))
+    count = describe(recipe.model, VOCAB).multiplied
     read = expected_loss(recipe, count, ladder.tokens)
     assert read.loss == answer.loss.loss
     assert read.low < read.loss < read.high

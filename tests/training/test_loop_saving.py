@@ -54,7 +54,7 @@ def test_a_save_that_fails_costs_a_warning_and_no_older_checkpoint(make_spec):
     assert len(warnings) == 2
     assert warnings[0].startswith("the checkpoint of step 4 could not be saved (No space left on device); training")
     assert checkpoints.newest_intact(spec.run_folder) == (checkpoints.find(spec.run_folder, 10), [])
-    assert not list(checkpoints.parts_of(spec.run_folder).glob("*"))[2:]  # at most what the two left
+    assert not list(checkpoints.parts_folder(spec.run_folder).glob("*"))[2:]  # at most what the two left
 
 
 def test_several_saves_that_fail_in_a_row_end_the_run(make_spec):
@@ -290,7 +290,7 @@ def test_an_upload_that_blocks_holds_up_no_step_and_the_next_save_is_left_out(ma
 
 def test_a_rank_deletes_what_its_own_saves_have_left_and_nobody_elses(make_spec):
     spec = make_spec()
-    parts = checkpoints.parts_of(spec.run_folder)
+    parts = checkpoints.parts_folder(spec.run_folder)
     ours = {"step-00000002-1", "step-00000002-1.orbax-checkpoint-tmp", "step-00000002-1.orbax-checkpoint-tmp-10"}
     theirs = {"step-00000002-10", "step-00000002-11.tmp", "step-00000001-0", "step-00000002-0.orbax-checkpoint-tmp-1"}
     for name in ours | theirs:

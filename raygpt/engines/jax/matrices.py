@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import jax
@@ -30,7 +29,7 @@ class Matrices:
         """The updates of these directions. Matrices of one shape are computed together, in few large products."""
         groups: dict[Any, list[Parameter]] = {}
         for parameter in self.which:
-            key = *sorted(self._fans(parameter)), *self._cut(parameter)
+            key = *sorted(self.description.fans(parameter)), *self._cut(parameter)
             groups.setdefault(key, []).append(parameter)
         with jax.named_scope("muon"):
             return {name: update for group in groups.values() for name, update in self._computed(group, directions)}
@@ -46,22 +45,18 @@ class Matrices:
         for parameter, result in zip(group, jnp.split(results, ends)[:-1], strict=True):
             like = directions[parameter.name]
             turned = result.mT if self._is_tall(parameter) else result
-            factor = muon.shape_factor(*self._fans(parameter))
+            factor = muon.shape_factor(*self.description.fans(parameter))
             yield parameter.name, factor * turned.reshape(like.shape).astype(like.dtype)
 
     def _wide(self, parameter: Parameter, array: Array) -> Array:
         """[layer, *in, *out] to [layer, rows, columns] with no more rows than columns."""
-        matrices = array.reshape(-1, *self._fans(parameter))
+        matrices = array.reshape(-1, *self.description.fans(parameter))
         return matrices.mT if self._is_tall(parameter) else matrices
 
     def _is_tall(self, parameter: Parameter) -> bool:
         """Of a square matrix whether its outputs are the residual stream: so all of them are sharded alike."""
-        fan_in, fan_out = self._fans(parameter)
+        fan_in, fan_out = self.description.fans(parameter)
         return fan_in > fan_out or (fan_in == fan_out and "width" not in parameter.fan_in)
-
-    def _fans(self, parameter: Parameter) -> tuple[int, int]:
-        fan_in = prod(self.description.sizes[axis] for axis in parameter.fan_in)
-        return fan_in, prod(self.description.own_shape(parameter)) // fan_in
 
     def _cut(self, parameter: Parameter) -> tuple[Any, Any]:
         """The axes of the mesh along which rows and columns are cut."""

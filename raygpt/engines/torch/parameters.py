@@ -108,7 +108,7 @@ class OwnLayout:
 
     def _from_description(self, parameter: Parameter, array: Tensor) -> Tensor:
         if parameter.is_kernel:
-            return array.reshape(self._fan_in(parameter), -1).T
+            return array.reshape(self._description.fans(parameter)[0], -1).T
         if _is_padded(parameter):
             return F.pad(array, (0, 0, 0, padded_vocab(len(array)) - len(array)))
         return array.flatten() if parameter.is_vector else array
@@ -118,14 +118,11 @@ class OwnLayout:
         shape = self._description.own_shape(parameter)
         steps: tuple[int, ...] = (shape[-1], 1) if len(slices) == 2 else (1,)
         if parameter.is_kernel:
-            steps = (1, prod(shape) // self._fan_in(parameter))  # [out, in] of what is counted [in, out]
+            steps = (1, self._description.fans(parameter)[1])  # [out, in] of what is counted [in, out]
         index = torch.zeros((), dtype=torch.int32, device=device)
         for side, step in zip(slices, steps, strict=True):
             index = index[..., None] + torch.arange(side.start, side.stop, dtype=torch.int32, device=device) * step
         return index
-
-    def _fan_in(self, parameter: Parameter) -> int:
-        return prod(self._description.sizes[axis] for axis in parameter.fan_in)
 
 
 def _is_padded(parameter: Parameter) -> bool:
