@@ -59,10 +59,11 @@ class Feed:
 
     def _follow(self, batch: int, rows: NDArray[np.int64], order: Order, report: Report) -> None:
         for number, stream in enumerate(self.streams):
-            if stream.cached and stream.read_ahead and order.reads_groups(number, rows):
+            if stream.cached and stream.read_ahead:
                 stream.cached.report = report
-                upcoming = partial(order.upcoming, batch, rows, number)
-                stream.read_ahead.follow(batch, tuple(rows.tolist()), self.context, upcoming)
+                if order.reads_groups(number, rows):
+                    upcoming = partial(order.upcoming, batch, rows, number)
+                    stream.read_ahead.follow(batch, tuple(rows.tolist()), self.context, upcoming)
 
     def windows(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
         """The windows at these positions of the order: int32 [positions, context + 1]."""

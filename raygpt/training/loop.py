@@ -52,6 +52,7 @@ class Loop:
         self._evaluation = Evaluation(spec, engine, session)
         self._profile = self._make_profile()
         self._is_save_ordered = False  # until a save has begun
+        self._taken = 0  # the last step
 
     def run(self) -> Any:
         """Train from the newest checkpoint to the last step, or until stopped. Returns the final state."""
@@ -144,11 +145,17 @@ class Loop:
     def _batches(self, first: int) -> Iterator[Any]:
         """The batches from step `first` on, prefetched. Steps are numbered from 1: step n consumes batch n-1."""
         rows = self._engine.rows
-        self._spec.feed.read_ahead(self._session.warn)
+        self._taken = first
+        self._spec.feed.read_ahead(self._report_wait)
         read = (self._engine.put(self._spec.feed.rows(n, rows)) for n in range(first, self._last))
         for batch, waited in prefetch(read, AHEAD):
             self._log.data_wait_s += waited
             yield batch
+
+    def _report_wait(self, text: str) -> None:
+        """A fetch waits for an object store, however long that is away: the worker is not hung."""
+        self._session.warn(text)
+        self._session.beat(self._taken)
 
     def _step(self, state: Any, step: int, batch: Any) -> tuple[Any, Any]:
         """The new state, and metrics that are still on the device."""
@@ -156,6 +163,7 @@ class Loop:
         self._profile.before(step)
         state, metrics = self._engine.step(state, batch)
         self._emit_profile(self._profile.after(step, partial(self._engine.read, metrics)))
+        self._taken = step
         self._session.beat(step)
         return state, metrics
 

@@ -44,10 +44,10 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ObjectSt
     made.close()
 
 
-def opened(limit: float = 1e9) -> tuple[TokenStore, Feed]:
+def opened(limit: float = 1e9, order: str = "shuffled") -> tuple[TokenStore, Feed]:
     store = open_store("s3://bucket/store")
     store.train.cache_bytes = int(limit)
-    feed = Feed([store.train], context=CONTEXT, batch_rows=ROWS, seed=5)
+    feed = Feed([store.train], context=CONTEXT, batch_rows=ROWS, order=order, seed=5)
     feed.read_ahead(fetching.to_stderr)
     return store, feed
 
@@ -204,14 +204,15 @@ def test_a_fetch_that_goes_wrong_is_repeated_and_nothing_wrong_reaches_a_batch(s
     store.train.close()
 
 
+@pytest.mark.parametrize("order", ["shuffled", "sequential"])
 def test_a_store_that_is_away_is_waited_for_and_that_is_reported(
-    server: ObjectStore, monkeypatch: pytest.MonkeyPatch
+    server: ObjectStore, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
     monkeypatch.setattr(fetching, "SAY_AFTER_S", 0.0)
     away = threading.Event()
     away.set()
     server.fault = lambda number, name: "fail" if away.is_set() else None
-    store, feed = opened()
+    store, feed = opened(order=order)
     said: list[str] = []
 
     def report(text: str) -> None:

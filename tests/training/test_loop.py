@@ -30,7 +30,7 @@ from raygpt.models import describe
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
 from raygpt.testing.session import LocalSession
-from raygpt.training.events import Resumed, Sampled, Started, StepLogged, Validated
+from raygpt.training.events import Resumed, Sampled, Started, StepLogged, Validated, Warned
 from raygpt.training.loop import Loop
 from raygpt.training.spec import RunSpec
 
@@ -216,6 +216,34 @@ def test_metrics_that_cannot_be_read_fail_the_run(make_spec):
 
     with pytest.raises(RuntimeError, match="the device is gone"):
         run(make_spec(), Broken())
+
+
+def test_a_worker_that_waits_for_its_store_is_not_hung(make_spec):
+    beats = []
+
+    class Session(LocalSession):
+        def beat(self, step):
+            beats.append(step)
+
+    class AwayAtBatch3:
+        streams = ()
+
+        def read_ahead(self, report):
+            self._report = report
+
+        def rows(self, batch, rows):
+            while batch == 3 and 3 not in beats:  # the loop has taken all steps before, and waits
+                time.sleep(0.001)
+            if batch == 3:
+                self._report("waiting for s3://bucket/store for 60 s")
+                beats.append("waited")
+            return np.zeros((len(rows), CONTEXT + 1), np.int32)
+
+    session = Session()
+    Loop(make_spec(AwayAtBatch3()), FakeEngine(), session).run()
+    assert beats[beats.index("waited") - 1] == 3
+    assert beats.count(3) == 2
+    assert texts_of(session.events, Warned) == ["waiting for s3://bucket/store for 60 s"]
 
 
 # Resuming
