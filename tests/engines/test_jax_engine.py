@@ -197,12 +197,23 @@ print(json.dumps(told))
 """
 
 
+EVERY_ROW = list(range(ROWS))
+
+
 @pytest.mark.extended
-def test_two_processes_share_the_rows_and_get_the_numbers_of_one_device(one_device):
+@pytest.mark.parametrize(
+    ("mesh", "rows"),
+    [
+        ({"data": 1, "fsdp": 2}, [EVERY_ROW[:6], EVERY_ROW[6:]]),  # half of each micro-batch
+        ({"data": 1, "tensor": 2}, [EVERY_ROW, EVERY_ROW]),
+    ],
+    ids=["fsdp=2", "tensor=2"],
+)
+def test_two_processes_share_the_rows_and_get_the_numbers_of_one_device(mesh, rows, one_device):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    settings = {"recipe": recipe({"data": 1, "fsdp": 2}).to_dict(), "vocab": VOCAB, "windows": WINDOWS.tolist()}
+    settings = {"recipe": recipe(mesh).to_dict(), "vocab": VOCAB, "windows": WINDOWS.tolist()}
     environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-c", TWO_PROCESSES]
@@ -215,8 +226,7 @@ def test_two_processes_share_the_rows_and_get_the_numbers_of_one_device(one_devi
     finally:
         for process in processes:
             process.kill()
-    assert first["rows"] == [0, 1, 2, 3, 4, 5]  # half of each micro-batch
-    assert second["rows"] == [6, 7, 8, 9, 10, 11]
+    assert [first["rows"], second["rows"]] == rows
     for said in (first, second):
         np.testing.assert_allclose(said["numbers"], one_device[1], rtol=1e-9)
         np.testing.assert_allclose(said["scores"], one_device[3], rtol=1e-9)

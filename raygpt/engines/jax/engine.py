@@ -320,7 +320,8 @@ class JaxEngine:
             table = parameters[self._description.output_table]
             return logits(hidden[:, -1], table, self.recipe.model.softcap)[:, : self.vocab], cache
 
-        return jax.jit(extend, donate_argnums=3)
+        # Every process draws from all logits, which `tensor` would leave in shards of the vocabulary.
+        return jax.jit(extend, donate_argnums=3, out_shardings=(NamedSharding(self.mesh, P()), None))
 
 
 Engine: type[base.Engine] = JaxEngine
