@@ -12,7 +12,7 @@ from raygpt.config import Recipe
 from raygpt.errors import RaygptError
 from raygpt.planning.corpus import Corpus
 from raygpt.planning.forecast import Forecast, forecast
-from raygpt.planning.target import Target
+from raygpt.planning.target import Target, devices_on
 
 REMATS = ("none", "products", "blocks")
 LARGEST_TENSOR = 8  # devices: beyond a node its sums cost more than they save
@@ -60,18 +60,23 @@ def _best(now: Forecast, changes: Sequence[Change]) -> Change | None:
 
 def fastest(recipe: Recipe, target: Target, corpus: Corpus) -> Change:
     """The mesh, recomputation and accumulation with which a recipe is fastest on a target; refuses if none fits."""
+    devices = devices_on(recipe, target)
     found = [
         change
-        for mesh in meshes(recipe, target)
+        for mesh in meshes(recipe, devices.count)
         for remat in REMATS
         if (change := _change(recipe, target, corpus, {**_mesh_keys(mesh), "training.remat": remat}))
     ]
     fitting = [change for change in found if change.forecast.fits]
+    if not found:
+        raise RaygptError(
+            f"--find: no mesh of {target} goes with the other keys of this recipe; leave out what it says of cluster"
+        )
     if not fitting:
-        least = min((change.forecast.memory.total for change in found), default=0)
+        least = min(change.forecast.memory.total for change in found)
         raise RaygptError(
             f"--find: no mesh and no recomputation fits on {target}, the least needs {least / 2**30:.1f} GiB of "
-            f"{found[0].forecast.devices.memory_bytes / 2**30:.1f}; name more devices, or a smaller model"
+            f"{devices.memory_bytes / 2**30:.1f}; name more devices, or a smaller model"
         )
     best = max(fitting, key=lambda change: change.forecast.tokens_per_s)
     split = best.forecast.split.accumulation
@@ -79,13 +84,13 @@ def fastest(recipe: Recipe, target: Target, corpus: Corpus) -> Change:
     return again or best
 
 
-def meshes(recipe: Recipe, target: Target) -> Iterator[dict[str, int]]:
-    """Every way to arrange the target's devices that divides the model."""
-    count = target.count
+def meshes(recipe: Recipe, count: int) -> Iterator[dict[str, int]]:
+    """Every way to arrange so many devices that divides the model."""
     for tensor in _divisors(min(count, LARGEST_TENSOR)):
         for context in _divisors(count // tensor) if recipe.engine == "jax" and count % tensor == 0 else [1]:
             rest = count // (tensor * context)
-            if tensor * context * rest == count and recipe.model.context % (128 * context) == 0:
+            divides = context == 1 or recipe.model.context % (128 * context) == 0
+            if divides and tensor * context * rest == count:
                 for fsdp in _divisors(rest):
                     yield {"data": rest // fsdp, "fsdp": fsdp, "tensor": tensor, "context": context}
 
@@ -132,7 +137,7 @@ def _changes(now: Forecast, every: Iterator[dict[str, Any]], is_same_run: bool =
 
 def _meshes(now: Forecast) -> Iterator[Change]:
     if prod(now.mesh.values()) > 1 and now.target.count > 1:
-        others = (mesh for mesh in meshes(now.recipe, now.target) if mesh != now.mesh)
+        others = (mesh for mesh in meshes(now.recipe, now.target.count) if mesh != now.mesh)
         yield from _changes(now, (_without_ones(mesh) for mesh in others))
 
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict
+from math import prod
 
 import pytest
 
@@ -88,6 +89,23 @@ def test_the_fastest_plan_fits_and_no_other_mesh_is_faster(tmp_path):
     assert best.forecast.tokens_per_s >= start.tokens_per_s
     others = [change for change in helpful_changes(best.forecast) if change.is_same_run and "engine" not in change.keys]
     assert not [change for change in others if change.forecast.tokens_per_s > 1.01 * best.forecast.tokens_per_s]
+
+
+@pytest.mark.parametrize("on", ["2xh200", "here"])
+def test_any_context_can_be_searched_on_gpus_and_on_the_cores_of_a_cpu(on, tmp_path, monkeypatch):
+    monkeypatch.setattr("raygpt.planning.target._reported_gpus", list)
+    monkeypatch.setattr("raygpt.planning.target.cores", lambda: 2)
+    start = planned("tiny", on, tmp_path, **{"model.context": 64})  # no multiple of 128, which a context axis needs
+    best = fastest(start.recipe, start.target, start.corpus)
+    assert prod(best.forecast.mesh.values()) == 2
+    assert best.forecast.mesh["context"] == 1
+
+
+def test_a_search_without_a_possible_mesh_is_refused(tmp_path):
+    start = planned("tiny", "2xh200", tmp_path, **{"cluster.topology": "4x4", "cluster.accelerator_type": "TPU-V6E"})
+    wrong = start.recipe.model_copy(update={"cluster": start.recipe.cluster.model_copy(update={"accelerator": "gpu"})})
+    with pytest.raises(RaygptError, match="--find: no mesh of 2 × h200 goes with the other keys of this recipe"):
+        fastest(wrong, start.target, start.corpus)
 
 
 def test_a_search_in_which_nothing_fits_is_refused(tmp_path):
