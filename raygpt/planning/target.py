@@ -55,7 +55,7 @@ def parse_target(
     """The target that a text names; `peak` (TFLOP/s), `memory` (GiB) and `bandwidth` (GB/s) describe a device that is
     not in the table, or replace what the table says."""
     if text == HERE:
-        return _described(this_machine(), peak, memory, bandwidth)
+        return this_machine(peak, memory, bandwidth)
     slices = re.fullmatch(r"(?:([0-9]+)\*)?([a-z0-9]+):([0-9]+(?:x[0-9]+)*)", text.lower())
     gpus = re.fullmatch(r"(?:([0-9]+)x)?(?:([0-9]+)x)?([a-z][a-z0-9-]*|[0-9]{4})", text.lower())
     if slices:
@@ -86,8 +86,12 @@ def _device(name: str, text: str, peak: float | None, memory: float | None, band
             f"--on {text}: {name} is not one of {', '.join(DEVICES)}; describe it by --peak TFLOPS --memory GIB "
             "--bandwidth GB/S"
         )
-    unknown = Device(name, "gpu", 0, 0, 0, 0, 32 * GB, 6 * GB, "the command line", (), 8.0)
-    return _described(Target(unknown, 1), peak, memory, bandwidth).device
+    return _described(Target(_unknown(name), 1), peak, memory, bandwidth).device
+
+
+def _unknown(name: str) -> Device:
+    """A GPU that the command line describes."""
+    return Device(name, "gpu", 0, 0, 0, 0, 32 * GB, 6 * GB, "the command line", (), 8.0)
 
 
 def _described(target: Target, peak: float | None, memory: float | None, bandwidth: float | None) -> Target:
@@ -157,16 +161,22 @@ def found_target(about: Mapping[str, str]) -> Target | None:
     return Target(device, int(about["devices"])) if device else None
 
 
-def this_machine() -> Target:
-    """The GPUs that NVIDIA's driver reports, or the CPU's cores with the speed that they have now."""
+def this_machine(peak: float | None = None, memory: float | None = None, bandwidth: float | None = None) -> Target:
+    """The GPUs that NVIDIA's driver reports, or the CPU's cores with the speed that they have now; and what the command
+    line says of them, as for `parse_target`."""
     gpus = _reported_gpus()
     if not gpus:
-        return Target(this_cpu(), 1)
-    name, mebibytes = gpus[0].rsplit(",", 1)
-    device = device_of(name.strip())
-    if device is None:
-        raise RaygptError(f"{name} is not in the table of devices; describe it by --peak TFLOPS --bandwidth GB/S")
-    return Target(replace(device, memory=int(mebibytes) * 2**20), len(gpus))
+        return _described(Target(this_cpu(), 1), peak, memory, bandwidth)
+    name, mebibytes = (part.strip() for part in gpus[0].rsplit(",", 1))
+    device = device_of(name) or _unknown(name)
+    if mebibytes.isdecimal():  # a GPU that shares the host's memory reports [N/A]
+        device = replace(device, memory=int(mebibytes) * 2**20)
+    target = _described(Target(device, len(gpus)), peak, memory, bandwidth)
+    figures = target.device.peak, target.device.memory, target.device.bandwidth
+    options = ("--peak TFLOPS", "--memory GIB", "--bandwidth GB/S")
+    if missing := [option for option, figure in zip(options, figures, strict=True) if not figure]:
+        raise RaygptError(f"{name} is not in the table of devices; describe it by {' '.join(missing)}")
+    return target
 
 
 def _reported_gpus() -> list[str]:

@@ -58,6 +58,15 @@ def test_this_machines_gpus_are_those_that_the_driver_reports(monkeypatch):
     assert (got.device.name, got.count, got.device.memory) == ("h100", 4, 81559 * 2**20)
 
 
+def test_this_machines_gpu_that_is_not_in_the_table_is_described_by_options(monkeypatch):
+    monkeypatch.setattr(module, "_reported_gpus", lambda: ["NVIDIA X1, 16384"] * 2)
+    got = parse_target("here", peak=100, bandwidth=500)
+    assert (got.device.peak, got.device.memory, got.device.bandwidth, got.count) == (1e14, 16 * GIB, 5e11, 2)
+    assert parse_target("here", peak=100, memory=8, bandwidth=500).device.memory == 8 * GIB
+    with pytest.raises(RaygptError, match="NVIDIA X1 is not in the table of devices; describe it by --bandwidth GB/S"):
+        parse_target("here", peak=100)
+
+
 def test_a_machine_without_gpus_is_its_cpu_measured(monkeypatch):
     monkeypatch.setattr(module, "_reported_gpus", list)
     device = parse_target("here").device
