@@ -14,7 +14,7 @@ from raygpt.planning.loss import Loss, expected_loss
 from raygpt.planning.memory import Memory, step_memory
 from raygpt.planning.micro_batch_size import Split, split_batch
 from raygpt.planning.step_time import StepTime, step_time
-from raygpt.planning.target import Target, devices_on, precision_on
+from raygpt.planning.target import Target, devices_on, precision_on, worker_keys
 from raygpt.training.totals import in_steps
 
 START_S = 60.0  # Ray, compiling, the first batch
@@ -76,6 +76,17 @@ class Forecast:
     @property
     def run_s(self) -> float:
         return START_S + self.recipe.steps * self.time.total + self.evaluations * self.evaluation_s
+
+    @property
+    def unused(self) -> str | None:
+        """In one line, how many of the target's devices the recipe's workers would leave idle, and what to write."""
+        workers, keys = self.recipe.cluster.max_workers, worker_keys(self.recipe.cluster, self.target)
+        needed = keys["cluster.workers"]
+        if workers >= needed:
+            return None
+        write = " ".join(f"{key}={value}" for key, value in keys.items())
+        used = f"{workers * self.target.count // needed} of the {self.target.count} devices"
+        return f"cluster.workers: {self.recipe.cluster.workers} would use {used}; train with {write}"
 
     def cost(self, price: float) -> float:
         """At so much per device and hour."""

@@ -12,7 +12,7 @@ from raygpt.config import Recipe
 from raygpt.errors import RaygptError
 from raygpt.planning.corpus import Corpus
 from raygpt.planning.forecast import Forecast, forecast
-from raygpt.planning.target import Target, devices_on
+from raygpt.planning.target import Target, devices_on, worker_keys
 
 REMATS = ("none", "products", "blocks")
 LARGEST_TENSOR = 8  # devices: beyond a node its sums cost more than they save
@@ -59,13 +59,14 @@ def _best(now: Forecast, changes: Sequence[Change]) -> Change | None:
 
 
 def fastest(recipe: Recipe, target: Target, corpus: Corpus) -> Change:
-    """The mesh, recomputation and accumulation with which a recipe is fastest on a target; refuses if none fits."""
-    devices = devices_on(recipe, target)
+    """The mesh, recomputation and accumulation with which a recipe is fastest on a target, and the workers that use all
+    of it; refuses if none fits."""
+    devices, workers = devices_on(recipe, target), worker_keys(recipe.cluster, target)
     found = [
         change
         for mesh in meshes(recipe, devices.count)
         for remat in REMATS
-        if (change := _change(recipe, target, corpus, {**_mesh_keys(mesh), "training.remat": remat}))
+        if (change := _change(recipe, target, corpus, {**workers, **_mesh_keys(mesh), "training.remat": remat}))
     ]
     fitting = [change for change in found if change.forecast.fits]
     if not found:

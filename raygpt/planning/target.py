@@ -6,17 +6,20 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 
-from raygpt.config import Recipe
+from raygpt.config import Cluster, Recipe
+from raygpt.deploy.tpu import GKE_NAMES, Slice
 from raygpt.engines import choices
 from raygpt.engines.base import Devices
 from raygpt.engines.precision import choose_precision
 from raygpt.errors import RaygptError
 from raygpt.host import cores, memory_for_work
-from raygpt.planning.devices import ALIASES, DEVICES, GB, GIB, TERA, Device, device_of
+from raygpt.planning.devices import ALIASES, DEVICES, GB, GIB, TERA, Device, device_of, ray_device
 from raygpt.planning.micro_batch_size import NUMBER_BYTES, cpu_devices
+from raygpt.resources import resources_of_worker
 
 HERE = "here"
 DIMENSIONS = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}
@@ -124,6 +127,19 @@ def _nodes(device: Device, numbers: list[int], text: str) -> Target:
         fitting = f"{-(-each // device.per_node)}x{device.per_node}x{device.name}"
         raise RaygptError(f"--on {text}: a node has at most {device.per_node} GPUs; write e.g. --on {fitting}")
     return Target(device, nodes * each, nodes, text)
+
+
+def worker_keys(cluster: Cluster, target: Target) -> dict[str, Any]:
+    """The keys of `cluster` with which a run uses all devices of a target: a worker has a GPU, a TPU's host, or all
+    cores of a CPU."""
+    device = target.device
+    if device.platform == "tpu":
+        kind = next(name for name in GKE_NAMES if (known := ray_device(name)) and known.name == device.name)
+        one = Slice(kind, "x".join(map(str, target.sides)))
+        workers = target.groups * one.hosts
+        return {"cluster.workers": workers, "cluster.accelerator_type": kind, "cluster.topology": one.topology}
+    each = resources_of_worker(cluster, device.platform, ()).get("GPU", 1)
+    return {"cluster.workers": max(1, int(target.count // max(each, 1)))}
 
 
 def precision_on(recipe: Recipe, target: Target) -> str:

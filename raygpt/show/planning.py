@@ -28,7 +28,7 @@ def show_forecast(plan: "Forecast", price: float | None, changes: Sequence["Chan
     _show_kinds(MEMORY, memory_kinds(plan.as_dict()), size)
     _show_kinds(TIME, time_kinds(plan.as_dict()), lambda seconds: f"{1e3 * seconds:,.1f} ms")
     _show_changes(plan, changes)
-    show_notes(plan.corpus.assumed)
+    show_notes([*plan.corpus.assumed, *filter(None, [plan.unused])])
 
 
 def memory_kinds(plan: Mapping[str, Any]) -> dict[str, float]:

@@ -157,12 +157,16 @@ def test_the_command_prints_80_columns_or_json(tmp_path, capsys, monkeypatch):
     assert len(figures["changes"]) <= 3
 
 
-def test_find_writes_a_recipe_that_loads(tmp_path, capsys, monkeypatch):
+def test_find_writes_a_recipe_that_loads_and_uses_all_devices(tmp_path, capsys, monkeypatch):
     file = tmp_path / "found.yaml"
-    run(capsys, monkeypatch, "modern-350m", f"run.storage={tmp_path}", "--on", "l4", "--find", "--out", str(file))
+    words = ("modern-350m", f"run.storage={tmp_path}", "--on", "4xl4")
+    note = "cluster.workers: 1 would use 1 of the 4 devices; train with cluster.workers=4"
+    assert note in run(capsys, monkeypatch, *words)
+    assert "would use" not in run(capsys, monkeypatch, *words, "--find", "--out", str(file))
     found = load_recipe(str(file))
     assert found.training.accumulation
-    assert forecast(found, parse_target("l4")).fits
+    assert found.cluster.workers == prod(found.cluster.mesh.sizes().values()) == 4
+    assert forecast(found, parse_target("4xl4")).fits
 
 
 def test_a_plan_imports_neither_an_engine_nor_ray():

@@ -5,7 +5,7 @@ import pytest
 from raygpt.errors import RaygptError
 from raygpt.planning import target as module
 from raygpt.planning.devices import DEVICES, GIB
-from raygpt.planning.target import devices_on, parse_target, precision_on
+from raygpt.planning.target import devices_on, parse_target, precision_on, worker_keys
 from raygpt.recipes import load_recipe
 
 
@@ -73,6 +73,26 @@ def test_a_machine_without_gpus_is_its_cpu_measured(monkeypatch):
     assert device.platform == "cpu"
     assert device.peak > 1e9  # a product of 768 × 768 takes less than a second
     assert device.source.startswith("measured here")
+
+
+@pytest.mark.parametrize(
+    ("on", "workers", "slice_"),
+    [
+        ("h200", 1, {}),
+        ("4x8xh100", 32, {}),
+        ("v6e:2x4", 1, {"accelerator_type": "TPU-V6E", "topology": "2x4"}),
+        ("v5e:4x4", 4, {"accelerator_type": "TPU-V5LITEPOD", "topology": "4x4"}),
+        ("2*v5p:4x4x4", 32, {"accelerator_type": "TPU-V5P", "topology": "4x4x4"}),
+    ],
+)
+def test_a_worker_has_a_gpu_or_a_host_of_tpus(on, workers, slice_):
+    wanted = {f"cluster.{key}": value for key, value in ({"workers": workers} | slice_).items()}
+    assert worker_keys(load_recipe("tiny").cluster, parse_target(on)) == wanted
+
+
+def test_workers_with_two_gpus_are_half_as_many():
+    cluster = load_recipe("tiny", {"cluster.resources_per_worker": {"GPU": 2}}).cluster
+    assert worker_keys(cluster, parse_target("8xh100")) == {"cluster.workers": 4}
 
 
 @pytest.mark.parametrize(
