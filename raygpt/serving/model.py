@@ -4,6 +4,7 @@ A replica of Ray Serve holds one (deployment.py); it can as well be used in one 
 """
 
 import asyncio
+import logging
 import math
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 from raygpt import host
 from raygpt.engines import devices_of, make_slots
-from raygpt.errors import RaygptError
+from raygpt.errors import first_line
 from raygpt.inference.loaded import LoadedModel, load, read
 from raygpt.models import describe
 from raygpt.runs import OpenRun, open_run
@@ -23,6 +24,7 @@ from raygpt.serving import memory
 from raygpt.serving.batching import Batch, Served
 from raygpt.serving.texts import Piece, Request
 
+log = logging.getLogger("raygpt")
 POINTS = 300  # of a curve on the page
 MOST_FAILURES = 3  # in succession, after which a replica is given up
 
@@ -48,7 +50,10 @@ class RunModel:
         run = open_run(options.folder)
         devices_of(run.recipe.engine).limit_memory(options.gpu_share)
         loaded = _wait_for_first(run, options) if options.follow else load(run, options.step)
-        self._loaded = loaded
+        self._run, self._reader = (
+            loaded.run,
+            loaded.reader,
+        )  # without its state, which the batch has until a newer comes
         slots = make_slots(loaded.engine, loaded.reader, _count_slots(loaded, options))
         served = Served(loaded.checkpoint.step, loaded.state)
         self._batch = Batch(slots, loaded.reader.context, loaded.tokenizer, served, options.waiting)
@@ -81,17 +86,17 @@ class RunModel:
 
     async def describe(self) -> dict[str, Any]:
         """What does not change while it is served; plain values."""
-        loaded = self._loaded
+        run, reader = self._run, self._reader
         return {
-            "run": loaded.run.folder,
+            "run": run.folder,
             "created": int(self._started),
-            "context": loaded.reader.context,
-            "parameters": describe(loaded.model, loaded.tokenizer.vocab).count,
+            "context": reader.context,
+            "parameters": describe(run.recipe.model, run.tokenizer.vocab).count,
             "follow": self.options.follow,
             "slots": self._batch.load.slots,
             "waiting": self.options.waiting,
-            "tokenizer": loaded.tokenizer.describe(),
-            **loaded.reader.describe(),
+            "tokenizer": run.tokenizer.describe(),
+            **reader.describe(),
         }
 
     async def status(self) -> dict[str, Any]:
@@ -100,9 +105,8 @@ class RunModel:
 
     async def losses(self) -> dict[str, Any]:
         """The run's training and validation losses so far, [[step, loss], …], thinned; and how many steps it takes."""
-        run = self._loaded.run
-        lines = await asyncio.to_thread(read_metrics, run.folder)
-        return {name: _thinned(lines, name) for name in ("loss", "val_loss")} | {"steps": run.total_steps}
+        lines = await asyncio.to_thread(read_metrics, self._run.folder)
+        return {name: _thinned(lines, name) for name in ("loss", "val_loss")} | {"steps": self._run.total_steps}
 
     def check_health(self) -> None:
         """Ray Serve calls it now and then, and starts another replica in place of one for which it raises."""
@@ -118,17 +122,21 @@ class RunModel:
 
     def _follow(self) -> None:
         """Load every new checkpoint. The one before stays for as long as a text is written by it."""
+        said = None
         while not self._closing.wait(self.options.poll_s):
             try:
                 self._load_newer()
-            except RaygptError:  # storage that does not answer, a checkpoint that was deleted since: at the next look
-                continue
+                said = None
+            except Exception as error:  # e.g. storage that does not answer, a checkpoint that was deleted since
+                if (why := first_line(error)) != said:
+                    log.warning("%s: no newer checkpoint can be loaded (%s); trying again", self._run.folder, why)
+                said = why
 
     def _load_newer(self) -> None:
         run = open_run(self.options.folder)
         if run.steps and run.steps[-1] > self._batch.served.step:
             found = read(run, run.steps[-1])
-            self._batch.served = Served(run.steps[-1], self._loaded.reader.load(found.parameters))
+            self._batch.served = Served(run.steps[-1], self._reader.load(found.parameters))
 
 
 def _count_slots(loaded: LoadedModel, options: Options) -> int:

@@ -1,8 +1,10 @@
 """Models on Ray Serve: a run of either engine, replicas that die, checkpoints that come while it is served."""
 
+import gc
 import json
 import shutil
 import time
+import weakref
 
 import httpx
 import pytest
@@ -91,9 +93,18 @@ def _kill_replica(ray, name):
     ray.kill(ray.get_actor(found[0]["name"], namespace=found[0]["namespace"]), no_restart=True)
 
 
-def test_a_run_that_is_training_is_reloaded_at_each_checkpoint(trained_run, tmp_path):
+def test_a_run_that_is_training_is_reloaded_at_each_checkpoint(trained_run, tmp_path, monkeypatch, caplog):
+    from raygpt.serving import model as module
     from raygpt.serving.model import RunModel
 
+    errors, read = [FileNotFoundError("pruned")] * 2, module.read
+
+    def read_or_fail(*arguments):
+        if errors:
+            raise errors.pop()
+        return read(*arguments)
+
+    monkeypatch.setattr(module, "read", read_or_fail)
     run, growing = trained_run("jax"), tmp_path / "growing"
     shutil.copytree(run, growing, ignore=shutil.ignore_patterns("step-00000020"))
     model = RunModel(Options(str(growing), slots=2, follow=True, poll_s=0.05))
@@ -101,12 +112,16 @@ def test_a_run_that_is_training_is_reloaded_at_each_checkpoint(trained_run, tmp_
         with serving({"growing": model}) as address:
             _, early = completion(address, prompt="the c", max_tokens=10)
             assert early["choices"][0]["step"] == 10
+            first = weakref.ref(model._batch.served.state.top["tokens"])
             shutil.copytree(run / "checkpoints" / "step-00000020", growing / "copying")
             (growing / "copying").rename(growing / "checkpoints" / "step-00000020")
             deadline = time.monotonic() + 60
             while (late := completion(address, prompt="the c", max_tokens=10)[1])["choices"][0]["step"] == 10:
                 assert time.monotonic() < deadline
             assert late["choices"][0]["step"] == 20
+            assert caplog.text.count("pruned") == 1
+            gc.collect()
+            assert first() is None, "no text is written by it any more"
             losses = httpx.get(address + "/losses", timeout=60).json()
             assert losses["steps"] == 20
             assert losses["loss"][-1][0] == 20
