@@ -29,6 +29,7 @@ from raygpt.serving.meters import Meters, Stopwatch
 from raygpt.serving.texts import Piece, Request
 
 RETRY_AFTER_S = 1
+CLIENT_GONE = 499  # nginx's status of a client that went away
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]", "testserver")
 ASSETS = {  # by path: the file in the package, and its type
     "": ("serving/assets/page.html", "text/html"),
@@ -92,7 +93,8 @@ def make_app(models: Sequence[Model], key: str | None = None, limits: Limits | N
         Route("/health", server.health),
         *(Route(f"/{name}", _asset(*asset)) for name, asset in ASSETS.items()),
     ]
-    app = Starlette(routes=routes, exception_handlers={RefusedError: _refused, HTTPException: _http_error})
+    handlers = {RefusedError: _refused, HTTPException: _http_error, ClientDisconnect: _client_gone}
+    app = Starlette(routes=routes, exception_handlers=handlers)
     app.add_middleware(Guard, key=key)
     return app
 
@@ -142,14 +144,14 @@ class Server:
         return JSONResponse({"tokenizer_class": "raygpt", **end, **sizes, "chat_template": None})
 
     async def losses(self, http: HttpRequest) -> Response:
-        return JSONResponse(await self._named(dict(http.query_params)).backend.losses())
+        return JSONResponse(await _answered(self._named(dict(http.query_params)).backend.losses()))
 
     async def health(self, http: HttpRequest) -> Response:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, http: HttpRequest) -> Response:
         for model in self._models.values():
-            status = await model.backend.status()
+            status = await _answered(model.backend.status())
             for name in ("running", "waiting", "slots", "step"):
                 getattr(self._meters, name).labels(model.name).set(status[name])
         return Response(self._meters.text(), media_type="text/plain; version=0.0.4")
@@ -232,7 +234,7 @@ class Answer:
         """(choice, its next pieces) until all have ended. To leave the iteration ends the texts."""
         queue: asyncio.Queue[tuple[int, list[Piece]] | BaseException] = asyncio.Queue()
         tasks = [asyncio.create_task(self._collect(choice, queue)) for choice in self._choices]
-        unfinished, status = len(tasks), 499  # what nginx calls a client that went away
+        unfinished, status = len(tasks), CLIENT_GONE
         try:
             while unfinished:
                 found = await asyncio.wait_for(queue.get(), max(0, self._deadline - time.monotonic()))
@@ -268,8 +270,8 @@ class Answer:
             await queue.put(RefusedError(429, message, headers={"Retry-After": str(RETRY_AFTER_S)}))
         except RefusedError as error:
             await queue.put(error)
-        except Exception as error:  # of Ray, e.g. a replica that died: this text is lost, the next ones are served
-            await queue.put(RefusedError(503, f"the model is not there: {first_line(error)[:200]}; try again"))
+        except Exception as error:  # this text is lost, the next ones are served
+            await queue.put(_not_there(error))
 
 
 class Guard:
@@ -318,7 +320,20 @@ def _asset(file: str, kind: str) -> Callable[[HttpRequest], Awaitable[Response]]
 async def _listed(model: Model) -> Json:
     """A model as `/v1/models` lists it, with what the page shows of it."""
     about = {"id": model.name, "object": "model", "owned_by": "raygpt", "max_model_len": model.vocabulary.context}
-    return {**about, **model.facts, **await model.backend.status()}
+    return {**about, **model.facts, **await _answered(model.backend.status())}
+
+
+async def _answered(call: Awaitable[Json]) -> Json:
+    """A backend's answer; refuses in one line where it has none."""
+    try:
+        return await call
+    except Exception as error:
+        raise _not_there(error) from None
+
+
+def _not_there(error: Exception) -> RefusedError:
+    """Of Ray's errors, e.g. for a replica that died: another is started."""
+    return RefusedError(503, f"the model is not there: {first_line(error)[:200]}; try again")
 
 
 def _field(body: Any, key: str, kind: type, meant: str) -> Any:
@@ -374,6 +389,10 @@ def _response(error: RefusedError) -> JSONResponse:
 async def _refused(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RefusedError)
     return _response(error)
+
+
+async def _client_gone(http: HttpRequest, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)  # which nobody reads; without it the error would be printed
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:

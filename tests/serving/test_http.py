@@ -242,7 +242,7 @@ def test_after_all_that_the_next_request_is_served(address, client):
 # Limits
 
 
-def test_a_client_that_goes_away_frees_its_slot(address, local_models):
+def test_a_client_that_goes_away_frees_its_slot(address, local_models, caplog):
     batch = local_models["one"]._batch
     never = {"logit_bias": {str(VOCAB - 1): -100}, "max_tokens": CONTEXT - 1, "prompt": "a", "n": 4, "stream": True}
     for stream in (True, False):
@@ -257,6 +257,20 @@ def test_a_client_that_goes_away_frees_its_slot(address, local_models):
         while (batch.load.running or batch.load.waiting) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert (batch.load.running, batch.load.waiting) == (0, 0)
+    assert post(address, {"prompt": "a", "max_tokens": 1}).status_code == 200  # after it, the other has ended
+    assert "ClientDisconnect" not in caplog.text
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/one", "/losses", "/metrics"])
+def test_a_model_that_is_not_there_is_said_in_one_line(address, local_models, path, monkeypatch, caplog):
+    async def die():
+        raise RuntimeError("The actor died.\nMore lines")
+
+    for method in ("status", "losses"):
+        monkeypatch.setattr(local_models["one"], method, die)
+    got = httpx.get(address + path)
+    message = "the model is not there: The actor died.; try again"
+    assert (got.status_code, got.json()["error"]["message"], caplog.text) == (503, message, "")
 
 
 def test_too_many_requests_are_told_when_to_come_back():
