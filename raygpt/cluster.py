@@ -59,6 +59,11 @@ def _connect(address: str | None, cpus: int) -> None:
             f"no Ray cluster answers at RAY_ADDRESS={address}; start one with `ray start --head`, or unset RAY_ADDRESS "
             "to use this machine alone"
         ) from error
+    except RuntimeError as error:
+        text = " ".join(str(error).split())[:300]
+        if "Version mismatch" in text:
+            raise RaygptError(f"{text}; install the versions of the cluster at RAY_ADDRESS={address}") from error
+        raise TransientError(f"Ray cannot {f'connect to {address}' if address else 'start here'}: {text}") from error
 
 
 @contextlib.contextmanager

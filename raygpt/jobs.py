@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,32 +125,51 @@ class JobServer:
                 "excludes": ["/code"],
                 "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
             }
-            self._client.submit_job(
-                entrypoint=f"python -m raygpt train {RECIPE} --unattended{' --force' * force}",
-                submission_id=name,
-                runtime_env=environment,
-                metadata={RUN_KEY: folder, NAME_KEY: str(recipe.run.name)},
-            )
+            try:
+                self._client.submit_job(
+                    entrypoint=f"python -m raygpt train {RECIPE} --unattended{' --force' * force}",
+                    submission_id=name,
+                    runtime_env=environment,
+                    metadata={RUN_KEY: folder, NAME_KEY: str(recipe.run.name)},
+                )
+            except (RuntimeError, OSError) as error:
+                raise RaygptError(
+                    f"{self.address} did not accept the run ({first_line(error)[:300]}); try again, or read the "
+                    "dashboard's log on its head"
+                ) from None
         return self.find(name)
 
     def follow(self, job: Job, say: Callable[[str], None]) -> Job:
         """Pass on what the run prints, from its beginning, until the job has ended; returns the job as it ended."""
         asyncio.run(self._tail(job.id, say))
         while True:
-            try:
+            with self._explained():
                 job = _job(self._client.get_job_info(job.id))
-            except (ConnectionError, RuntimeError, OSError) as error:
-                raise RaygptError(
-                    f"{self.address} no longer answers ({first_line(error)}); if its head is lost, submit the run "
-                    "again, and it resumes"
-                ) from None
             if not job.is_running:
                 return job
             time.sleep(POLL_S)
 
     async def _tail(self, job_id: str, say: Callable[[str], None]) -> None:
-        async for text in self._client.tail_job_logs(job_id):
+        texts = self._client.tail_job_logs(job_id)
+        while True:
+            with self._explained():
+                text = await anext(texts, None)
+            if text is None:
+                return
             say(_of_the_run(text))
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Convert exceptions of Ray's client, which are of three libraries, into one line."""
+        from aiohttp import ClientError
+
+        try:
+            yield
+        except (RuntimeError, OSError, ClientError) as error:
+            raise RaygptError(
+                f"{self.address} no longer answers ({first_line(error)}); if its head is lost, submit the run again, "
+                "and it resumes"
+            ) from None
 
     def logs(self, job: Job) -> str:
         """What the run has printed so far."""

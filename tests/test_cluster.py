@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,6 +27,25 @@ def test_an_address_at_which_nothing_listens_is_refused_at_once(form):
         "use this machine alone"
     )
     assert time.monotonic() - started < 30  # Ray takes two minutes
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        (
+            "Version mismatch: The cluster was started with:\n    Ray: 2.50.0\n",
+            "Version mismatch: The cluster was started with: Ray: 2.50.0; install the versions of the cluster at "
+            "RAY_ADDRESS=head",
+        ),
+        ("no\nsocket", "Ray cannot connect to head: no socket"),
+    ],
+)
+def test_a_cluster_that_ray_cannot_use_is_refused_in_one_line(monkeypatch, said, line):
+    monkeypatch.setattr("ray.init", Mock(side_effect=RuntimeError(said)))
+    monkeypatch.setattr("raygpt.cluster._present_token", lambda: None)
+    with pytest.raises(RaygptError) as refused:
+        _connect("head", 1)
+    assert str(refused.value) == line
 
 
 @pytest.mark.parametrize("is_writable", [True, False])

@@ -12,6 +12,7 @@ import tempfile
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -175,6 +176,26 @@ def test_a_followed_run_ends_as_its_job(raygpt, monkeypatch, status, exit_code, 
     monkeypatch.setattr("raygpt.jobs.JobServer", lambda address: follow)
     done, _, err = raygpt("logs", "one", "--cluster", "head:8265")
     assert (done, err.strip()) == (shell, line)
+
+
+def test_a_head_that_is_lost_while_a_run_is_submitted_or_followed_is_said_in_one_line(server):
+    made = server()
+    job = made.submit(load_recipe("tiny", HERE))
+    said = []
+
+    async def tail(job_id):
+        yield "step 1/2  loss 5.5\n"
+        raise RuntimeError("WebSocket connection closed unexpectedly\nwith close code 1006")
+
+    made._client.tail_job_logs = tail
+    with pytest.raises(RaygptError, match=r"^http://head:8265 no longer answers \(WebSocket [a-z ]+\); if its head is"):
+        made.follow(job, said.append)
+    assert said == ["step 1/2  loss 5.5\n"]
+    made._client.jobs, made._client.submit_job = [], Mock(side_effect=RuntimeError("status code 500: no\nTraceback"))
+    with pytest.raises(
+        RaygptError, match=r"^http://head:8265 did not accept the run \(status code 500: no\); try again"
+    ):
+        made.submit(load_recipe("tiny", HERE))
 
 
 def test_nodes_that_an_autoscaler_may_bring_are_not_missed(server):
