@@ -20,11 +20,28 @@ Figures = dict[str, float]
 class EvalTask(NamedTuple):
     """Which pairs an item consists of, and how the result follows from their likelihoods."""
 
-    keys: tuple[str, ...]  # required in every item
+    fault: Callable[[Item], str | None]  # what an item must have and has not
     on_the_hub: str
     figures: tuple[str, ...]  # of its result, the ones that are quoted
     pairs: Callable[[Item], list[Pair]]
     result: Callable[[Sequence[Item], Sequence[list[Likelihood]]], Figures]
+
+
+def hellaswag_fault(item: Item) -> str | None:
+    """What is wrong with an item, in words that say what it must have."""
+    endings, label = item.get("endings"), str(item.get("label"))
+    halves = [item.get("ctx_a"), item.get("ctx_b")]
+    if not _are_texts([item.get("activity_label"), *([item.get("ctx")] if None in halves else halves)]):
+        return "activity_label and ctx, or ctx_a and ctx_b, must be texts"
+    if not (isinstance(endings, list) and endings and _are_texts(endings)):
+        return "endings must be a list of texts"
+    if not (label.isdecimal() and int(label) < len(endings)):
+        return f"label must be the number of the true ending, 0 to {len(endings) - 1}"
+    return None
+
+
+def _are_texts(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def hellaswag_pairs(item: Item) -> list[Pair]:
@@ -61,6 +78,12 @@ def hellaswag_choices(item: Item, found: list[Likelihood]) -> tuple[int, int]:
     return int(logs.argmax()), int((logs / np.maximum(lengths, 1)).argmax())
 
 
+def lambada_fault(item: Item) -> str | None:
+    """What is wrong with an item, in words that say what it must have."""
+    text = item.get("text")
+    return None if isinstance(text, str) and text.strip() else "text must be a text"
+
+
 def lambada_pairs(item: Item) -> list[Pair]:
     """The last word of a text."""
     context, _, word = item["text"].rpartition(" ")
@@ -87,14 +110,18 @@ def standard_error(values: Any) -> float:
 
 TASKS = {  # by the names that a recipe uses
     "hellaswag": EvalTask(
-        ("activity_label", "endings", "label"),
+        hellaswag_fault,
         "hf:Rowan/hellaswag::validation",
         ("acc", "acc_norm"),
         hellaswag_pairs,
         hellaswag_result,
     ),
     "lambada": EvalTask(
-        ("text",), "hf:EleutherAI/lambada_openai:default:test", ("acc", "perplexity"), lambada_pairs, lambada_result
+        lambada_fault,
+        "hf:EleutherAI/lambada_openai:default:test",
+        ("acc", "perplexity"),
+        lambada_pairs,
+        lambada_result,
     ),
 }
 
@@ -129,31 +156,38 @@ def item_likelihoods(
 def read_items(name: str, path: str | None, limit: int | None = None) -> list[Item]:
     """The items of a jsonl file, or of the task's dataset on the Hub; all, or the first `limit`."""
     task = TASKS[name]
-    items = _lines(path) if path else _rows(task.on_the_hub)
     where = path or task.on_the_hub
-    missing = next((key for item in items for key in task.keys if key not in item), None)
-    if missing or not items:
-        problem = f"an item without {missing!r}" if missing else "no items"
-        raise RaygptError(f"{where} has {problem}; {name} wants {', '.join(task.keys)} in every line")
-    return items[:limit]
+    items = _lines(path) if path else _rows(where)
+    if not items:
+        raise RaygptError(f"{where} has no items; name a .jsonl file with an item of {name} in every line")
+    for line, item in items.items():
+        if fault := task.fault(item):
+            raise RaygptError(f"{where}, line {line}: {fault}")
+    return list(items.values())[:limit]
 
 
-def _lines(path: str) -> list[Item]:
+def _lines(path: str) -> dict[int, Item]:
+    """Line -> its item, without empty lines."""
     try:
         lines = storage.read_bytes(storage.absolute(path)).splitlines()
-        items = [json.loads(line) for line in lines if line.strip()]
     except OSError as error:
         raise RaygptError(f"{path} cannot be read ({error.strerror or error}); check the path") from None
-    except ValueError as error:
-        raise RaygptError(f"{path} is not JSON in every line ({error}); name a .jsonl file") from None
-    return [item if isinstance(item, dict) else {} for item in items]
+    items = {}
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                item = json.loads(line)
+            except ValueError as error:
+                raise RaygptError(f"{path}, line {number}: is not JSON ({error}); name a .jsonl file") from None
+            items[number] = item if isinstance(item, dict) else {}
+    return items
 
 
-def _rows(dataset: str) -> list[Item]:
+def _rows(dataset: str) -> dict[int, Item]:
     import pyarrow.parquet as pq
 
     rows: list[Item] = []
     for file in resolve(dataset).files:
         with storage.open_read(file.uri) as stream:
             rows += pq.read_table(stream).to_pylist()
-    return rows
+    return dict(enumerate(rows, 1))

@@ -156,18 +156,40 @@ def test_the_terminal_shows_scores_with_a_validation_loss_or_without(capsys, sco
     assert capsys.readouterr().out == f"{line}\n"
 
 
-def test_items_are_read_and_refused(tmp_path):
+def test_items_are_read(tmp_path):
     file = tmp_path / "items.jsonl"
     file.write_text("".join(json.dumps({"text": f"word {n}"}) + "\n" for n in range(5)))
     assert [item["text"] for item in tasks.read_items("lambada", str(file), 2)] == ["word 0", "word 1"]
-    for content, message in (
-        ('{"txt": "a"}', "has an item without 'text'; lambada wants text in every line"),
-        ("", "has no items"),
-        ("word", "is not JSON in every line"),
-    ):
-        file.write_text(content)
-        with pytest.raises(RaygptError, match=message):
-            tasks.read_items("lambada", str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "item", "message"),
+    [
+        ("lambada", {"txt": "a"}, "text must be a text"),
+        ("lambada", {"text": None}, "text must be a text"),
+        ("lambada", "a", "text must be a text"),
+        ("hellaswag", {**ITEM, "label": ""}, "label must be the number of the true ending, 0 to 1"),
+        ("hellaswag", {**ITEM, "label": 2}, "label must be the number of the true ending, 0 to 1"),
+        ("hellaswag", {**ITEM, "ctx": None}, "activity_label and ctx, or ctx_a and ctx_b, must be texts"),
+        ("hellaswag", {**ITEM, "endings": "He eats."}, "endings must be a list of texts"),
+        ("hellaswag", {**ITEM, "endings": []}, "endings must be a list of texts"),
+    ],
+)
+def test_an_item_that_cannot_be_scored_is_refused_by_its_line(tmp_path, name, item, message):
+    file = tmp_path / "items.jsonl"
+    file.write_text(f"{json.dumps({**ITEM, 'text': 'a word'})}\n\n{json.dumps(item)}\n")
+    with pytest.raises(RaygptError) as refused:
+        tasks.read_items(name, str(file))
+    assert str(refused.value) == f"{file}, line 3: {message}"
+
+
+@pytest.mark.parametrize(("content", "message"), [("", " has no items"), ("\nword", ", line 2: is not JSON")])
+def test_a_file_that_has_no_items_is_refused(tmp_path, content, message):
+    file = tmp_path / "items.jsonl"
+    file.write_text(content)
+    with pytest.raises(RaygptError) as refused:
+        tasks.read_items("lambada", str(file))
+    assert str(refused.value).startswith(f"{file}{message}")
 
 
 def test_items_are_fetched_from_the_hub_by_the_tasks_name(monkeypatch):
