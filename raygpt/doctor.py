@@ -63,7 +63,11 @@ def _jax() -> Iterator[Finding]:
     if version is None:
         yield Finding("JAX", "problem", "not installed", "pip install raygpt")
         return
-    here = devices_of("jax")
+    try:
+        here = devices_of("jax")
+    except Exception as error:
+        yield _not_imported("JAX", version, error, "raygpt")
+        return
     try:
         names = here.names()
     except RuntimeError as error:  # a plugin without its driver
@@ -81,7 +85,15 @@ def _torch() -> Iterator[Finding]:
     if version is None:
         yield Finding("PyTorch", "optional", "not installed", "pip install 'raygpt[torch]' for engine: torch")
         return
-    yield Finding("PyTorch", "ok", f"{version}, {devices_of('torch').names()[0]}")
+    try:
+        yield Finding("PyTorch", "ok", f"{version}, {devices_of('torch').names()[0]}")
+    except Exception as error:
+        yield _not_imported("PyTorch", version, error, "'raygpt[torch]'")
+
+
+def _not_imported(name: str, version: str, error: Exception, package: str) -> Finding:
+    """Of an engine that is installed: it misses a library, or is of another version than one that it needs."""
+    return Finding(name, "problem", f"{version}: {first_line(error)}", f"pip install --force-reinstall {package}")
 
 
 def _ray() -> Finding:

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -155,6 +156,17 @@ def test_doctor_names_what_is_there_and_what_to_do_about_the_rest(raygpt):
     assert findings["Ray"]["detail"].startswith("2.60")
     assert all(finding["remedy"] for finding in findings.values() if finding["state"] != "ok")
     assert raygpt("doctor")[1].count("✓") >= 4
+
+
+def test_doctor_says_of_an_engine_that_cannot_be_imported_what_to_do(raygpt, monkeypatch):
+    monkeypatch.setattr("raygpt.doctor.devices_of", Mock(side_effect=ImportError("libcudnn.so.9: cannot open\nmore")))
+    status, out, _ = raygpt("doctor", "--json")
+    findings = {finding["name"]: finding for finding in json.loads(out)}
+    assert status == 0
+    for name, package in (("JAX", "raygpt"), ("PyTorch", "'raygpt[torch]'")):
+        assert findings[name]["state"] == "problem"
+        assert findings[name]["detail"].endswith(": libcudnn.so.9: cannot open")
+        assert findings[name]["remedy"] == f"pip install --force-reinstall {package}"
 
 
 # prepare, data show, train

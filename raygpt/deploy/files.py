@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from raygpt import storage
 from raygpt.deploy import image, rayjob, slurm
 from raygpt.deploy.commented import notes
 from raygpt.deploy.deployment import Deployment
@@ -39,12 +40,10 @@ def _with_reason(lines: list[str]) -> list[tuple[str, str]]:
 
 def write(deployment: Deployment, folder: str) -> list[str]:
     """Write the files into a folder; returns their paths."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
     written = []
     for name, content in files(deployment).items():
-        path = Path(folder, name)
-        path.write_text(content, encoding="utf-8")
-        written.append(str(path))
+        written.append(str(Path(folder, name)))
+        storage.write_bytes(written[-1], content.encode())
     return written
 
 

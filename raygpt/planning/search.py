@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from raygpt import storage
 from raygpt.config import Recipe
 from raygpt.errors import RaygptError
 from raygpt.planning.corpus import Corpus
@@ -35,7 +35,7 @@ class Change:
     def write(self, file: str) -> str:
         """The recipe with these keys, as a file that `raygpt train` takes."""
         about = f"# {self.forecast.recipe.run.name} with {self}, the fastest of its plans on {self.forecast.target}.\n"
-        Path(file).write_text(about + self.forecast.recipe.to_yaml(), "utf-8")
+        storage.write_bytes(file, (about + self.forecast.recipe.to_yaml()).encode())
         return file
 
 

@@ -366,3 +366,10 @@ def test_a_warm_up_that_follows_fewer_steps_is_noted(raygpt):
     shorter = ("modern-124m", "run.storage=s3://b/r", "training.steps=12")
     assert "warmup_steps" not in raygpt("deploy", *words, "--dry-run")[2]
     assert "note: schedule.warmup_steps:" in raygpt("deploy", *shorter, "--dry-run")[2]
+
+
+def test_a_file_where_the_folder_should_be_is_refused_in_one_line(tmp_path):
+    deployment = plan_deployment(load_recipe("tiny", {"run.storage": "s3://b/r"}), Options("gke"))
+    (tmp_path / "file").touch()
+    with pytest.raises(RaygptError, match="file cannot be made: a file is where a folder should be"):
+        files.write(deployment, str(tmp_path / "file"))

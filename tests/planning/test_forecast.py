@@ -158,7 +158,7 @@ def test_the_command_prints_80_columns_or_json(tmp_path, capsys, monkeypatch):
 
 
 def test_find_writes_a_recipe_that_loads_and_uses_all_devices(tmp_path, capsys, monkeypatch):
-    file = tmp_path / "found.yaml"
+    file = tmp_path / "new" / "found.yaml"
     words = ("modern-350m", f"run.storage={tmp_path}", "--on", "4xl4")
     note = "cluster.workers: 1 would use 1 of the 4 devices; train with cluster.workers=4"
     assert note in run(capsys, monkeypatch, *words)
