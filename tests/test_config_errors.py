@@ -349,6 +349,11 @@ BAD_COMBINATIONS = [
         {"engine": "torch", "cluster.topology": "4x4", "cluster.accelerator_type": "TPU-V6E"},
         "cluster.topology: 4x4 is not for engine torch, which knows no TPU; write engine: jax",
     ),
+    (
+        {"engine": "torch", "cluster.resources_per_worker": {"GPU": 2}, "cluster.workers": "2..4"},
+        "cluster.resources_per_worker: a worker of engine torch uses one GPU, not 2; write cluster.workers: 4..8 and "
+        "leave GPU out",
+    ),
 ]
 
 

@@ -121,6 +121,13 @@ class Recipe(Part):
         if self.cluster.accelerator == "tpu" or self.cluster.topology:
             key = "accelerator: tpu" if self.cluster.accelerator == "tpu" else f"topology: {self.cluster.topology}"
             raise ValueError(f"cluster.{key} is not for engine torch, which knows no TPU; write engine: jax")
+        gpus = self.cluster.resources_per_worker.get("GPU", 1)
+        if gpus > 1:
+            workers = "..".join(str(int(count) * int(gpus)) for count in str(self.cluster.workers).split(".."))
+            raise ValueError(
+                f"cluster.resources_per_worker: a worker of engine torch uses one GPU, not {gpus:g}; "
+                f"write cluster.workers: {workers} and leave GPU out"
+            )
         return self
 
     @model_validator(mode="after")
