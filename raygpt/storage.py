@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 from urllib.parse import quote
 
 from raygpt.errors import DamagedError, RaygptError, StorageError, first_line
@@ -291,6 +291,15 @@ def fetch_to_node(uri: str, group: str) -> Path:
     except OSError as error:
         raise _explained(error, str(path)) from error
     return path
+
+
+def try_lock(file: IO[Any]) -> bool:
+    """Lock an open file until it is closed; False if another has it locked, which its process has not closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def cache_folder() -> Path:

@@ -182,7 +182,7 @@ class _NeedsFile:
     def all(self) -> Iterator[Need]:
         for path in self._folder.iterdir():
             with contextlib.suppress(OSError, ValueError), path.open() as file:
-                if path.name != Path(self._file.name).name and _lock(file.fileno()):
+                if path.name != Path(self._file.name).name and storage.try_lock(file):
                     path.unlink()  # its process has ended
                 else:
                     yield from (Need(*need) for need in json.loads(file.read() or "[]"))
@@ -199,14 +199,6 @@ def _full_disk_ignored() -> Iterator[None]:
     except OSError as error:
         if error.errno not in FULL:
             raise
-
-
-def _lock(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _folders(folder: Path) -> Iterator["os.DirEntry[str]"]:

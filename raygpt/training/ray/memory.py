@@ -12,12 +12,14 @@ import fcntl
 import math
 import os
 import tempfile
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import ray
 
+from raygpt import storage
 from raygpt.config import Recipe
 from raygpt.errors import RaygptError, TransientError
 from raygpt.formatting import size
@@ -101,41 +103,47 @@ def reserved(workers: Workers) -> Iterator[None]:
         yield
         return
     folder = Path(tempfile.gettempdir()) / f"raygpt-memory-{os.getuid()}"
-    mine = folder / str(os.getpid())
-    with contextlib.suppress(PermissionError):  # of a folder for temporary files that is read-only
-        _reserve(mine, workers.memory * workers.cluster.max_workers)
-    try:
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(PermissionError):  # of a folder for temporary files that is read-only
+            held.enter_context(_written_down(folder, workers.memory * workers.cluster.max_workers))
         yield
-    finally:
-        with contextlib.suppress(OSError):
-            mine.unlink()
 
 
-def _reserve(mine: Path, wanted: int) -> None:
-    """Write down what this process wants, unless others on this machine leave less."""
-    mine.parent.mkdir(exist_ok=True)
-    with (mine.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        others = {file.name: int(file.read_text()) for file in mine.parent.glob("[0-9]*") if _is_alive(file)}
-        taken, usable = sum(others.values()), host_memory() * 9 // 10
-        if others and taken + wanted > usable:
-            raise TransientError(
-                f"cluster.workers: they need {size(wanted)}, and other runs on this machine (process "
-                f"{', '.join(sorted(others))}) have {size(taken)} of {size(usable)}; wait for them, or stop one"
-            )
-        mine.write_text(str(wanted))
+@contextlib.contextmanager
+def _written_down(folder: Path, wanted: int) -> Iterator[None]:
+    """Inside the block a file says what is wanted, with a lock that ends with this process; refuses more than others on
+    this machine leave."""
+    folder.mkdir(exist_ok=True)
+    mine = folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"  # a sweep has several runs in one process
+    with contextlib.ExitStack() as held:
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _refuse_beside_others(folder, wanted)
+            file = held.enter_context(mine.open("w"))
+            held.callback(mine.unlink, missing_ok=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(str(wanted))
+            file.flush()
+        yield
 
 
-def _is_alive(file: Path) -> bool:
-    """Whether the process of a file is still there; removes the file if not."""
-    try:
-        os.kill(int(file.name), 0)
-    except ProcessLookupError:
-        file.unlink()
-        return False
-    except PermissionError:
-        pass
-    return int(file.name) != os.getpid()
+def _refuse_beside_others(folder: Path, wanted: int) -> None:
+    """Count what other processes have, and delete the files of those that have ended."""
+    taken, processes = 0, set()
+    for path in folder.glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError), path.open() as file:  # its run may end at this moment
+            process = path.name.partition("-")[0]
+            if storage.try_lock(file):
+                path.unlink()
+            elif process != str(os.getpid()):  # whose workers Ray counts itself
+                taken += int(file.read())
+                processes.add(process)
+    usable = host_memory() * 9 // 10
+    if processes and taken + wanted > usable:
+        raise TransientError(
+            f"cluster.workers: they need {size(wanted)}, and other runs on this machine (process "
+            f"{', '.join(sorted(processes))}) have {size(taken)} of {size(usable)}; wait for them, or stop one"
+        )
 
 
 def _this_host() -> Host:
