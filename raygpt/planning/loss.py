@@ -1,14 +1,17 @@
 """The loss that a run will come to, by a law that was fitted to smaller runs of the same family on the same text.
 
-    L(N, D) = E + A / N^a + B / D^b
+    L(N, D) = E + ((A / N^a)^p + (B / D^b)^p)^(1/p)
+
+What a model lacks in size and what it lacks in text add up with p = 1, as in Hoffmann's law. With a larger p the larger
+of the two counts more, as in Kaplan's: a model that is too small gains less from more text.
 
 N is `description.multiplied`, D the tokens that a run trains on, repeated or not; L the validation loss at the end
 of the schedule, in nats per token. A law is a file in a folder beside the runs, RUN_STORAGE/NAME/scaling.json:
 
-    {"format": 1,
+    {"format": 2,
      "family": {...},                       what `family_of(recipe)` returned for the recipe of the ladder
-     "law": {"E": 1.7, "A": 410.0, "a": 0.34, "B": 980.0, "b": 0.31},
-     "samples": [[E, A, a, B, b], ...],     the same fitted again to resampled rungs, 100 or more: its uncertainty
+     "law": {"E": 1.3, "A": 25.0, "a": 0.18, "B": 16.0, "b": 0.13, "p": 4.0},
+     "samples": [[E, A, a, B, b, p], ...],  the same fitted again to varied rungs, 100 or more: its uncertainty
      "noise": 0.004,                        relative standard deviation of a run's loss around the law (seeds, misfit)
      "rungs": [{"run": "NAME", "parameters": N, "tokens": D, "loss": L}, ...]}
 
@@ -27,8 +30,8 @@ from raygpt import storage
 from raygpt.config import Recipe
 
 SCALING = "scaling.json"
-FORMAT = 1
-TERMS = ("E", "A", "a", "B", "b")
+FORMAT = 2
+TERMS = ("E", "A", "a", "B", "b", "p")
 FEWEST_RUNGS = 4
 DEVIATES = 64  # drawn for every sample of a law
 COVERED = (10, 90)  # percentiles: four runs of five
@@ -67,12 +70,16 @@ class Law:
     rungs: tuple[Measured, ...]
     name: str  # of its folder
 
+    def loss(self, parameters: float, tokens: float) -> float:
+        """By the law."""
+        return float(law_loss([self.terms[term] for term in TERMS], parameters, tokens))
+
     def predict(self, parameters: int, tokens: int) -> Loss:
         """The loss of a model of so many parameters after so many tokens."""
-        by_sample = _loss(self.samples.T, parameters, tokens)
+        by_sample = law_loss(self.samples.T, parameters, tokens)
         deviates = np.random.default_rng(0).standard_normal((DEVIATES, len(by_sample)))
         low, high = np.percentile(by_sample * (1 + self.noise * deviates), COVERED)
-        middle = float(_loss(np.array([self.terms[term] for term in TERMS]), parameters, tokens))
+        middle = self.loss(parameters, tokens)
         return Loss(middle, min(low, middle), max(high, middle), self._about(parameters, tokens))
 
     def _about(self, parameters: int, tokens: int) -> str:
@@ -113,6 +120,8 @@ def laws_beside(home: str, family: Mapping[str, Any]) -> Iterator[Law]:
             yield Law(read["law"], np.array(read["samples"]), read["noise"], rungs, name)
 
 
-def _loss(terms: NDArray[np.float64], parameters: int, tokens: int) -> NDArray[np.float64]:
-    floor, of_size, size_power, of_tokens, tokens_power = terms
-    return np.asarray(floor + of_size / float(parameters) ** size_power + of_tokens / float(tokens) ** tokens_power)
+def law_loss(terms: Any, parameters: Any, tokens: Any) -> NDArray[np.float64]:
+    """L(N, D), of numbers or arrays."""
+    floor, of_size, size_power, of_tokens, tokens_power, p = terms
+    lacks_size, lacks_text = of_size * parameters**-size_power, of_tokens * tokens**-tokens_power
+    return np.asarray(floor + (lacks_size**p + lacks_text**p) ** (1 / p))

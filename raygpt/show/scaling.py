@@ -20,12 +20,8 @@ def show_plan(ladder: "Ladder", at_once: int) -> None:
     rows.append(("folder", relative_path(ladder.folder)))
     out.print(table_of(rows))
     if ladder.is_far:
-        largest = max(rung.parameters for rung in ladder.rungs)
-        remedy = f"--share {ladder.enough:.2g} would come near" if ladder.enough else "no ladder of 12 rungs comes near"
-        note(
-            f"the run is far from its ladder, whose largest model has 1/{ladder.parameters / largest:.0f} of its "
-            f"parameters; {remedy}"
-        )
+        remedy = f"--share {ladder.enough:.2g} would come nearer" if ladder.enough else "so would any of 12 rungs be"
+        note(f"the run is far from its ladder, whose prediction may be {ladder.expected_error:.1%} off; {remedy}")
 
 
 def show_answer(ladder: "Ladder", answer: "Answer", page: str) -> None:

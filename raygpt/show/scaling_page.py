@@ -44,17 +44,13 @@ def scaling_page(ladder: "Ladder", answer: "Answer") -> str:
 
 
 def law_text(answer: "Answer") -> str:
-    """L(N, D) = 1.71 + 410 / N^0.34 + 980 / D^0.31"""
+    """L(N, D) = 1.3 + ((25 / N^0.18)^4 + (16 / D^0.13)^4)^(1/4)"""
     terms = answer.law.terms
     return (
-        f"L(N, D) = {terms['E']:.3g} + {terms['A']:.4g} / N^{terms['a']:.3f} + {terms['B']:.4g} / D^{terms['b']:.3f}, "
+        f"L(N, D) = {terms['E']:.3g} + (({terms['A']:.4g} / N^{terms['a']:.3f})^{terms['p']:g} + "
+        f"({terms['B']:.4g} / D^{terms['b']:.3f})^{terms['p']:g})^(1/{terms['p']:g}), "
         f"fitted to {len(answer.law.rungs)} runs, which deviate from it by {answer.law.noise:.1%}"
     )
-
-
-def _by_law(answer: "Answer", parameters: float, tokens: float) -> float:
-    terms = answer.law.terms
-    return float(terms["E"] + terms["A"] / parameters ** terms["a"] + terms["B"] / tokens ** terms["b"])
 
 
 def _panel(title: str, x: str, other: str, ladder: "Ladder", answer: "Answer") -> str:
@@ -87,7 +83,7 @@ def _panel(title: str, x: str, other: str, ladder: "Ladder", answer: "Answer") -
 def _law_curve(answer: "Answer", x: str, other: str, value: float, left: float, right: float) -> list[chart.Point]:
     places = [left + (right - left) * n / (CURVE_POINTS - 1) for n in range(CURVE_POINTS)]
     pairs = [{x: 10.0**place, other: value} for place in places]
-    return [(place, _by_law(answer, **pair)) for place, pair in zip(places, pairs, strict=True)]
+    return [(place, answer.law.loss(**pair)) for place, pair in zip(places, pairs, strict=True)]
 
 
 def _interval(answer: "Answer", at: float, number: int) -> chart.Curve:
@@ -110,7 +106,7 @@ def log_ticks(left: float, right: float) -> list[chart.Tick]:
 
 def _rows(ladder: "Ladder", answer: "Answer") -> Iterator[Sequence[str]]:
     for rung, one in zip(ladder.rungs, answer.law.rungs, strict=True):
-        law = _by_law(answer, one.parameters, one.tokens)
+        law = answer.law.loss(one.parameters, one.tokens)
         yield [
             escape(rung.name),
             f"{one.parameters:,}",

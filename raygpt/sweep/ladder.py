@@ -1,24 +1,26 @@
-"""Which small models a ladder trains: a smaller model of the recipe's family is a rung for each of some lengths.
+"""Which small models a ladder trains: a rung is a model of the recipe's family, smaller or as large, for some steps.
 
-The law that is fitted adds a term of the size to a term of the tokens. So the ladder is a cross: one arm has several
-sizes, all trained for the shortest length; the other has one small size, trained for several lengths. That reaches much
-nearer to the run in both than a full table of the same cost. What is left of the compute fills in the table.
+Of all rungs that the compute allows, those are taken that leave the least doubt about the run's loss, by what is
+assumed of the law before anything is measured (law.py): they differ in size and length, and the largest are near the
+run.
 """
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from raygpt.config import Recipe
 from raygpt.errors import RaygptError
 from raygpt.models import describe
+from raygpt.sweep.law import expected_error, information_of
 
 FEWEST_STEPS = 300  # of a rung: shorter runs mostly show how they begin
-SIZES = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)  # of width, heads and layers
-ARM = (3, 6)  # rungs of an arm: at least, at most
-MOST_RUNGS = 12
-NEAR = 2.5  # doublings of size or tokens over which a law may be trusted to a few percent
+SCALES = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)  # of width, heads and layers
+FEWEST_RUNGS, MOST_RUNGS = 5, 12
+FAR = 0.025  # expected error, relative, from which on a ladder is far from its run
+SHARES = (0.1, 0.15, 0.2, 0.3, 0.5)  # of a run's compute, that might be enough
 FEWEST_LAYERS = 2  # a model of one layer cannot look for what followed the same token before: it is no small version
 HEAD_MULTIPLE = 8  # of a head's size: matrix units need multiples, RoPE even numbers
 
@@ -41,45 +43,60 @@ class Rung:
         return f"{model.layers}x{model.width}-{self.recipe.steps}"
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A rung beside the run whose ladder it may belong to."""
+
+    rung: Rung
+    share: float  # of the run's compute
+    size: float  # of the run's
+    tokens: float
+
+    @cached_property
+    def information(self) -> Any:
+        return information_of(self.size, self.tokens)
+
+
 def choose_rungs(recipe: Recipe, vocab: int, share: float) -> list[Rung]:
     """The ladder of a run, for at most this share of its compute; refuses a share that is too small for one."""
     check_length(recipe)
-    target = _rung(recipe, vocab)
-    crosses = list(_crosses(recipe, vocab, _smaller(recipe, vocab)))
-    if not crosses:
+    candidates = _candidates(recipe, vocab)
+    cheapest = sorted(candidates, key=lambda one: one.share)[:FEWEST_RUNGS]
+    if len({one.size for one in candidates}) < 3:
         model = recipe.model
         raise RaygptError(
             f"model: {model.layers} layers of width {model.width} are too small for a ladder of smaller ones; write a "
             "larger model"
         )
-    fitting = [cross for cross in crosses if cost(cross) <= share * target.flops]
-    if not fitting:
-        needed = min(cost(cross) for cross in crosses) / target.flops
+    needed = sum(one.share for one in cheapest)
+    if needed > share:
         raise RaygptError(
             f"--share: {share:g} of the run's compute is too little for a ladder of rungs with {FEWEST_STEPS} steps or "
             f"more; write --share {math.ceil(1000 * needed) / 1000:g}, or a longer run"
         )
-    chosen = min(fitting, key=lambda cross: (round(distance(cross, target.parameters, target.tokens), 1), -len(cross)))
-    return _filled(chosen, share * target.flops, recipe, vocab)
+    chosen = _best(cheapest, candidates, share)
+    return sorted((one.rung for one in chosen), key=lambda rung: rung.flops)
 
 
 def share_to_come_near(recipe: Recipe, vocab: int) -> float | None:
-    """The share of the compute with which a ladder reaches within NEAR doublings of the run; None if none does."""
-    target = _rung(recipe, vocab)
-    crosses = _crosses(recipe, vocab, _smaller(recipe, vocab))
-    near = [
-        cost(cross) / target.flops for cross in crosses if distance(cross, target.parameters, target.tokens) <= NEAR
-    ]
-    return min(near, default=None)
+    """A share of the compute with which a ladder is not far from the run; None if none is."""
+    candidates = _candidates(recipe, vocab)
+    cheapest = sorted(candidates, key=lambda one: one.share)[:FEWEST_RUNGS]
+    return next((share for share in SHARES if _error(_best(cheapest, candidates, share)) <= FAR), None)
+
+
+def error_of(rungs: Sequence[Rung], parameters: int, tokens: int) -> float:
+    """The relative error to expect of the prediction for such a run."""
+    return expected_error(information_of(rung.parameters / parameters, rung.tokens / tokens) for rung in rungs)
 
 
 def check_length(recipe: Recipe) -> None:
     """Refuse a run that is too short for a ladder, if its length is in steps."""
-    steps, fewest = recipe.training.steps, 2 ** (ARM[0] - 1) * FEWEST_STEPS + 1
+    steps, fewest = recipe.training.steps, 4 * FEWEST_STEPS + 1
     if steps is not None and steps < fewest:
         raise RaygptError(
-            f"training.steps: {steps} are too few for a ladder, whose rungs have {FEWEST_STEPS} steps, twice and four "
-            f"times as many, and are shorter than the run; write {fewest} or more"
+            f"training.steps: {steps} are too few for a ladder, whose rungs have {FEWEST_STEPS} steps or more and are "
+            f"much shorter than the run; write {fewest} or more"
         )
 
 
@@ -88,41 +105,40 @@ def cost(rungs: Sequence[Rung]) -> float:
     return sum(rung.flops for rung in rungs)
 
 
-def distance(rungs: Sequence[Rung], parameters: int, tokens: int) -> float:
-    """How far a ladder is from such a run, in doublings: the larger of size and tokens."""
-    size = math.log2(parameters / max(rung.parameters for rung in rungs))
-    return max(size, math.log2(tokens / max(rung.tokens for rung in rungs)))
-
-
-def _crosses(recipe: Recipe, vocab: int, models: Sequence[Recipe]) -> Iterator[list[Rung]]:
-    """Every ladder of two arms: the sizes, the size of the lengths' arm, the shortest and the longest length."""
-    fewest, most = ARM
+def _candidates(recipe: Recipe, vocab: int) -> list[_Candidate]:
+    """All sizes with all lengths that are shorter than the run."""
+    run = _rung(recipe, vocab)
     doublings = range(int(math.log2(max(1, recipe.steps / FEWEST_STEPS))) + 1)
-    shortest = [FEWEST_STEPS * 2**n for n in doublings if FEWEST_STEPS * 2**n <= recipe.steps / 4]
-    for first, count in itertools.product(range(len(models)), range(fewest, most + 1)):
-        sizes = models[first : first + count]
-        if len(sizes) < count:
-            continue
-        for base, lengths in itertools.product(shortest, range(fewest, most + 1)):
-            longest = base * 2 ** (lengths - 1)
-            if longest < recipe.steps:
-                arm = [_rung(_with_steps(model, base, recipe), vocab) for model in sizes]
-                for small in sizes[:2]:
-                    steps = [base * 2**n for n in range(1, lengths)]
-                    yield [*arm, *(_rung(_with_steps(small, count, recipe), vocab) for count in steps)]
+    lengths = [steps for n in doublings for steps in (FEWEST_STEPS * 2**n, FEWEST_STEPS * 3 * 2**n // 2)]
+    rungs = [
+        _rung(_with_steps(model, steps, recipe), vocab)
+        for model in [*_smaller(recipe, vocab), recipe]
+        for steps in lengths
+        if steps < recipe.steps
+    ]
+    return [
+        _Candidate(rung, rung.flops / run.flops, rung.parameters / run.parameters, rung.tokens / run.tokens)
+        for rung in rungs
+    ]
 
 
-def _filled(cross: Sequence[Rung], flops: float, recipe: Recipe, vocab: int) -> list[Rung]:
-    """With more sizes at more lengths, the cheapest first, as far as the compute allows."""
-    chosen = list(cross)
-    models = {rung.recipe.model.model_dump_json(): rung.recipe for rung in cross}.values()
-    steps = {rung.recipe.steps for rung in cross}
-    table = [_rung(_with_steps(model, count, recipe), vocab) for model, count in itertools.product(models, steps)]
-    for rung in sorted(table, key=lambda rung: rung.flops):
-        is_new = rung.name not in [other.name for other in chosen]
-        if is_new and len(chosen) < MOST_RUNGS and cost(chosen) + rung.flops <= flops:
-            chosen.append(rung)
-    return sorted(chosen, key=lambda rung: rung.flops)
+def _best(first: Sequence[_Candidate], candidates: Sequence[_Candidate], share: float) -> list[_Candidate]:
+    """From some rungs on, add or exchange one at a time, whatever helps most, for as long as one does and the share
+    allows it."""
+    chosen = list(first)
+    while True:
+        others = [one for one in candidates if one not in chosen]
+        tries = [[*chosen, one] for one in others if len(chosen) < MOST_RUNGS]
+        tries += [[*chosen[:n], one, *chosen[n + 1 :]] for n in range(len(chosen)) for one in others]
+        fitting = [one for one in tries if sum(each.share for each in one) <= share]
+        best = min(fitting, key=_error, default=chosen)
+        if _error(best) > 0.999 * _error(chosen):
+            return chosen
+        chosen = best
+
+
+def _error(chosen: Sequence[_Candidate]) -> float:
+    return expected_error(one.information for one in chosen)
 
 
 def _rung(recipe: Recipe, vocab: int) -> Rung:
@@ -134,7 +150,7 @@ def _rung(recipe: Recipe, vocab: int) -> Rung:
 def _smaller(recipe: Recipe, vocab: int) -> list[Recipe]:
     """Smaller models of the family, the smallest first, each larger than the one before."""
     models: list[Recipe] = []
-    for share in SIZES:
+    for share in SCALES[:-1]:
         model = _scaled(recipe, share)
         sizes = [describe(other.model, vocab).count for other in [*models, recipe]]
         count = describe(model.model, vocab).count

@@ -15,7 +15,7 @@ from raygpt.errors import RaygptError
 from raygpt.models import describe
 from raygpt.planning.loss import FORMAT, SCALING, Law, Loss, Measured, family_of
 from raygpt.sweep.grid import KEPT, claim
-from raygpt.sweep.ladder import NEAR, Rung, choose_rungs, cost, distance, share_to_come_near
+from raygpt.sweep.ladder import FAR, Rung, choose_rungs, cost, error_of, share_to_come_near
 from raygpt.sweep.law import fit_law
 from raygpt.sweep.runner import Leg, Runner
 from raygpt.training.prepared import run_folder_of
@@ -43,9 +43,14 @@ class Ladder:
         return cost(self.rungs) / self.flops
 
     @property
+    def expected_error(self) -> float:
+        """Of the prediction, relative, by what is assumed of the law before anything is measured."""
+        return error_of(self.rungs, self.parameters, self.tokens)
+
+    @property
     def is_far(self) -> bool:
-        """Whether the run is so much larger that the law is little more than a guess."""
-        return distance(self.rungs, self.parameters, self.tokens) > NEAR
+        """Whether the run is so much larger that the prediction is little more than a guess."""
+        return self.expected_error > FAR
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 
 from raygpt.errors import RaygptError
-from raygpt.planning.loss import TERMS, Measured
+from raygpt.planning.loss import Measured
 from raygpt.recipes import load_recipe
 from raygpt.sweep.ladder import choose_rungs, cost
 from raygpt.sweep.law import fit_law
 from raygpt.sweep.scaling import plan_ladder
 
 VOCAB = 4096
-TRUE = (1.8, 60.0, 0.32, 900.0, 0.38)  # E, A, a, B, b: a loss of 4.4 for tiny after 4,000 steps
+TRUE = (2.4, 33.0, 0.23, 36.0, 0.2, 3.0)  # E, A, a, B, b, p: a loss of 4.0 for tiny after 4,000 steps
 
 
 def true_loss(parameters, tokens, terms=TRUE):
-    floor, of_size, a, of_tokens, b = terms
-    return floor + of_size / parameters**a + of_tokens / tokens**b
+    floor, of_size, a, of_tokens, b, p = terms
+    return floor + ((of_size / parameters**a) ** p + (of_tokens / tokens**b) ** p) ** (1 / p)
 
 
 def target(steps=4000, share=0.1):
@@ -31,7 +31,7 @@ def test_a_ladder_is_within_its_share_of_the_compute_and_its_rungs_are_not_too_s
     assert cost(rungs) < 0.13 * whole  # attention comes on top of 6 N D
     assert min(rung.recipe.steps for rung in rungs) == 300
     assert len({rung.parameters for rung in rungs}) >= 3
-    assert len({rung.tokens for rung in rungs}) >= 3
+    assert len({rung.tokens for rung in rungs}) >= 2
     assert max(rung.tokens for rung in rungs) < tokens
     assert len({rung.name for rung in rungs}) == len(rungs) >= 5
 
@@ -60,11 +60,10 @@ def law_of(rungs, losses, **options):
 def test_a_law_without_noise_predicts_the_run():
     rungs, parameters, tokens = target()
     found = law_of(rungs, [true_loss(one.parameters, one.tokens) for one in rungs])
-    predicted = true_loss(parameters, tokens, [found.terms[term] for term in TERMS])
-    assert predicted == pytest.approx(true_loss(parameters, tokens), rel=0.01)
+    assert found.loss(parameters, tokens) == pytest.approx(true_loss(parameters, tokens), rel=0.01)
 
 
-@pytest.mark.parametrize("wrong", [3, 5])
+@pytest.mark.parametrize("wrong", [1, 3])
 def test_one_rung_that_went_wrong_moves_the_prediction_little(wrong):
     rungs, parameters, tokens = target()
     random = np.random.default_rng(wrong)
@@ -72,7 +71,7 @@ def test_one_rung_that_went_wrong_moves_the_prediction_little(wrong):
     clean = law_of(rungs, losses)
     losses[wrong] *= 1.1
     spoilt = law_of(rungs, losses)
-    ends = [true_loss(parameters, tokens, list(found.terms.values())) for found in (clean, spoilt)]
+    ends = [found.loss(parameters, tokens) for found in (clean, spoilt)]
     assert ends[0] == pytest.approx(ends[1], rel=0.05)
     assert spoilt.noise > clean.noise
 
@@ -81,7 +80,9 @@ def test_the_interval_covers_what_comes_out_in_about_four_runs_of_five():
     rungs, parameters, tokens = target()
     random, hits, errors, widths = np.random.default_rng(4), [], [], []
     for _ in range(12):
-        terms = (random.uniform(1.2, 2.2), 60, random.uniform(0.28, 0.38), 900, random.uniform(0.33, 0.43))
+        powers, p = random.normal(0.25, 0.06, 2), random.uniform(2, 4)
+        parts = random.uniform(0.5, 1.5, 2) * (parameters ** powers[0], tokens ** powers[1])  # at the run
+        terms = (random.uniform(2, 3), parts[0], powers[0], parts[1], powers[1], p)
         losses = [noisy(random, true_loss(one.parameters, one.tokens, terms)) for one in rungs]
         law = law_of(rungs, losses, count=50)
         said, came = law.predict(parameters, tokens), noisy(random, true_loss(parameters, tokens, terms))
