@@ -5,13 +5,12 @@ from dataclasses import dataclass
 
 from raygpt.config import Recipe
 from raygpt.engines.base import Devices
-from raygpt.engines.precision import choose_precision
+from raygpt.engines.precision import NUMBER_BYTES, choose_precision
 from raygpt.errors import RaygptError
 from raygpt.formatting import size
 from raygpt.planning.memory import Memory, step_memory
 
 PROCESS_BYTES = 3 * 2**28  # of a worker beside its model: libraries, compiled programs; measured 0.45 to 0.75 GiB
-NUMBER_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 # Of the memory, how much a batch is cut to fill; the rest is for fragmentation, and for what the estimate misses.
 FILLED = {"cpu": 0.8, "gpu": 0.93, "tpu": 0.9}
 

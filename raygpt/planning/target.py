@@ -14,11 +14,11 @@ from raygpt.config import Cluster, Recipe
 from raygpt.deploy.tpu import GKE_NAMES, Slice
 from raygpt.engines import choices
 from raygpt.engines.base import Devices
-from raygpt.engines.precision import choose_precision
+from raygpt.engines.precision import NUMBER_BYTES, choose_precision
 from raygpt.errors import RaygptError
 from raygpt.host import cores, memory_for_work
 from raygpt.planning.devices import ALIASES, DEVICES, GB, GIB, TERA, Device, device_of, ray_device
-from raygpt.planning.micro_batch_size import NUMBER_BYTES, cpu_devices
+from raygpt.planning.micro_batch_size import cpu_devices
 from raygpt.resources import resources_of_worker
 
 HERE = "here"

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from raygpt.corpus import tokenizers
 from raygpt.errors import first_line
 from raygpt.serving.batching import BusyError
-from raygpt.serving.completions import END_OF_TEXT, Choice, Completion, Json, RefusedError, Vocabulary, parse, usage
+from raygpt.serving.completions import Choice, Completion, Json, RefusedError, Vocabulary, parse, usage
 from raygpt.serving.meters import Meters, Stopwatch
 from raygpt.serving.texts import Piece, Request
 
@@ -125,7 +125,7 @@ class Server:
     async def tokenize(self, http: HttpRequest) -> Response:
         body = await self._body(http)
         vocabulary, text = self._named(body).vocabulary, _field(body, "prompt", str, "a text")
-        if text == END_OF_TEXT:
+        if text == tokenizers.END_OF_TEXT:
             ids = [vocabulary.tokenizer.end_of_text]
         else:
             ids = list(parse({"prompt": text, "echo": True, "max_tokens": 0}, _endless(vocabulary)).requests[0].prompt)
@@ -139,7 +139,7 @@ class Server:
 
     async def tokenizer_info(self, http: HttpRequest) -> Response:
         vocabulary = self._named(dict(http.query_params)).vocabulary
-        end = {f"{name}_token": END_OF_TEXT for name in ("bos", "eos", "pad")}
+        end = {f"{name}_token": tokenizers.END_OF_TEXT for name in ("bos", "eos", "pad")}
         sizes = {"vocab_size": vocabulary.tokenizer.vocab, "model_max_length": vocabulary.context}
         return JSONResponse({"tokenizer_class": "raygpt", **end, **sizes, "chat_template": None})
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raygpt.corpus.tokenizers import Tokenizer
+from raygpt.corpus.tokenizers import END_OF_TEXT, Tokenizer
 from raygpt.engines.base import ALTERNATIVES
 from raygpt.errors import RaygptError
 from raygpt.inference.generate import UNFINISHED, GrowingText
@@ -50,9 +50,6 @@ class Vocabulary:
             return END_OF_TEXT
         text = self.tokenizer.decode([token])
         return f"token_id:{token}" if UNFINISHED in text else text
-
-
-END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclass(frozen=True)

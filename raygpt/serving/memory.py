@@ -2,17 +2,17 @@
 
 import math
 
+from raygpt.engines.precision import NUMBER_BYTES
 from raygpt.errors import RaygptError
 from raygpt.models import Description
 
 MOST = {"cpu": 8, "gpu": 32}  # slots by default: a step reads those that are idle too
-NUMBER_BYTES = {"fp64": 8, "fp32": 4}  # 2 in bf16 and fp16
 SHARE = 0.5  # of the free memory; the rest is for activations, and for the next checkpoint with --follow
 
 
 def slot_bytes(description: Description, precision: str) -> int:
     """Of one slot: its keys and values, and some rows of numbers for the whole vocabulary."""
-    cache = 2 * math.prod(description.cache_shape(1)) * NUMBER_BYTES.get(precision, 2)
+    cache = 2 * math.prod(description.cache_shape(1)) * NUMBER_BYTES[precision]
     return cache + 8 * 4 * description.sizes["vocabulary"]
 
 

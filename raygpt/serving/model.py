@@ -50,10 +50,7 @@ class RunModel:
         run = open_run(options.folder)
         devices_of(run.recipe.engine).limit_memory(options.gpu_share)
         loaded = _wait_for_first(run, options) if options.follow else load(run, options.step)
-        self._run, self._reader = (
-            loaded.run,
-            loaded.reader,
-        )  # without its state, which the batch has until a newer comes
+        self._run, self._reader = loaded.run, loaded.reader  # not its state: the batch has it until a newer one comes
         slots = make_slots(loaded.engine, loaded.reader, _count_slots(loaded, options))
         served = Served(loaded.checkpoint.step, loaded.state)
         self._batch = Batch(slots, loaded.reader.context, loaded.tokenizer, served, options.waiting)

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from raygpt import __version__
 from raygpt.show import chart
-from raygpt.show.page import document
+from raygpt.show.page import document, tiles
 
 
 def data_page(shown: dict[str, Any]) -> str:
@@ -23,26 +22,24 @@ def data_page(shown: dict[str, Any]) -> str:
         *(f'<div class="sample card"><pre>{escape(row["text"].strip())}</pre></div>' for row in shown["rows"]),
         "</div>",
         "</main>",
-        f"<footer>Made by raygpt {__version__}. This page needs no network and no other file.</footer>",
     ]
-    return document(name, "\n".join(body))
+    return document(name, body)
 
 
 def _tiles(shown: dict[str, Any]) -> str:
-    tiles = [
+    figures = [
         ("documents", f"{shown['documents']:,}"),
         ("tokens to train on", chart.short(shown["train_tokens"])),
         ("to validate", chart.short(shown["val_tokens"])),
     ]
     if shown.get("lengths"):
-        tiles += [
+        figures += [
             ("bytes per token", f"{shown['bytes_per_token']:.2f}"),
             ("tokens of the median document", f"{shown['median_document']:,}"),
             ("of the longest", f"{shown['longest_document']:,}"),
             ("of the documents are copies of others", f"{shown['share_of_copies']:.2%}"),
         ]
-    inner = "".join(f'<div class="tile"><b>{value}</b><span>{label}</span></div>' for label, value in tiles)
-    return f'<div class="tiles card">{inner}</div>'
+    return tiles(figures)
 
 
 def _charts(shown: dict[str, Any]) -> Iterator[str]:

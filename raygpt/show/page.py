@@ -43,17 +43,18 @@ def page(runs: Sequence[OpenRun]) -> str:
         *_recipes(runs),
         *_hardware(runs),
         "</main>",
-        f"<footer>Made by raygpt {__version__}. This page needs no network and no other file.</footer>",
-        f"<script>{_asset('page.js')}</script>",
     ]
-    return document(title, "\n".join(body))
+    return document(title, body, f"<script>{_asset('page.js')}</script>")
 
 
-def document(title: str, body: str) -> str:
+def document(title: str, body: Iterable[str], script: str = "") -> str:
+    """A whole page: a header, and from <main> to </main> what it shows."""
+    footer = f"<footer>Made by raygpt {__version__}. This page needs no network and no other file.</footer>"
+    inner = "\n".join([*body, footer, *filter(None, [script])])
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)} – raygpt</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>{_colours()}{_asset('page.css')}{chart.style()}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+        f"<style>{_colours()}{_asset('page.css')}{chart.style()}</style>\n</head>\n<body>\n{inner}\n</body>\n</html>\n"
     )
 
 
@@ -91,7 +92,7 @@ def _about_one(run: OpenRun, facts: Mapping[str, Any]) -> str:
 def _tiles(facts: Mapping[str, Any]) -> str:
     of = f"of {facts['steps']:,} steps" if facts["steps"] else "steps"
     best = next((found["val_loss"] for found in facts["checkpoints"] if found["step"] == facts["best"]), None)
-    tiles = [
+    shown = [
         (of, f"{facts['step']:,}"),
         ("training loss", number_text(facts["loss"], ".4f")),
         ("validation loss", number_text(facts["val_loss"], ".4f")),
@@ -101,7 +102,12 @@ def _tiles(facts: Mapping[str, Any]) -> str:
         *([("MFU", f"{facts['mfu']:.1%}")] if facts["mfu"] else []),
         ("restarts", f"{len(facts['restarts'])}"),
     ]
-    inner = "".join(f'<div class="tile"><b>{value}</b><span>{label}</span></div>' for label, value in tiles)
+    return tiles(shown)
+
+
+def tiles(shown: Iterable[tuple[str, str]]) -> str:
+    """Figures, each with its label."""
+    inner = "".join(f'<div class="tile"><b>{value}</b><span>{label}</span></div>' for label, value in shown)
     return f'<div class="tiles card">{inner}</div>'
 
 

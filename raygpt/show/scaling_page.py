@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from raygpt import __version__
 from raygpt.show import chart
-from raygpt.show.page import document, table
+from raygpt.show.page import document, table, tiles
 
 if TYPE_CHECKING:
     from raygpt.sweep.scaling import Answer, Ladder
@@ -19,17 +18,16 @@ ROOM = 0.04
 def scaling_page(ladder: "Ladder", answer: "Answer") -> str:
     """The whole page."""
     loss, name = answer.loss, str(ladder.recipe.run.name)
-    tiles = [
+    figures = [
         ("predicted validation loss", f"{loss.loss:.4f}"),
         ("four runs of five", f"{loss.low:.4f} to {loss.high:.4f}"),
         ("parameters of the law", chart.short(ladder.parameters)),
         ("tokens", chart.short(ladder.tokens)),
         ("of the run's compute", f"{ladder.share:.1%}"),
     ]
-    inner = "".join(f'<div class="tile"><b>{value}</b><span>{label}</span></div>' for label, value in tiles)
     body = [
         f'<header><div><h1>{escape(name)}</h1><p class="soft">{escape(law_text(answer))}</p></div></header><main>',
-        f'<div class="tiles card">{inner}</div>',
+        tiles(figures),
         '<div class="bar"><h2>Loss</h2></div>',
         '<div class="charts">',
         _panel("by tokens, a colour for each size", "tokens", "parameters", ladder, answer),
@@ -38,9 +36,8 @@ def scaling_page(ladder: "Ladder", answer: "Answer") -> str:
         "<h2>Rungs</h2>",
         table(("run", "parameters", "tokens", "loss", "by the law", "difference"), _rows(ladder, answer), range(1, 6)),
         "</main>",
-        f"<footer>Made by raygpt {__version__}. This page needs no network and no other file.</footer>",
     ]
-    return document(name, "\n".join(body))
+    return document(name, body)
 
 
 def law_text(answer: "Answer") -> str:

@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from raygpt import __version__
 from raygpt.formatting import number_text
 from raygpt.show import chart
-from raygpt.show.page import document, table
+from raygpt.show.page import document, table, tiles
 from raygpt.sweep.optimum import Compared, Optimum, place
 from raygpt.sweep.values import Axis, number_of
 
@@ -32,9 +31,8 @@ def sweep_page(sweep: "Sweep", answer: "Answer") -> str:
         *_effects(answer),
         *_trials(sweep, answer),
         "</main>",
-        f"<footer>Made by raygpt {__version__}. This page needs no network and no other file.</footer>",
     ]
-    return document(str(sweep.base.run.name), "\n".join(body))
+    return document(str(sweep.base.run.name), body)
 
 
 def _about(sweep: "Sweep", answer: "Answer") -> str:
@@ -46,11 +44,10 @@ def _about(sweep: "Sweep", answer: "Answer") -> str:
 
 
 def _tiles(answer: "Answer") -> str:
-    tiles = [("best validation loss", f"{answer.loss:.4f}")]
-    tiles += [(f"best {escape(key)}", escape(value)) for key, value in answer.best.values.items()]
-    tiles += [(f"fitted {escape(one.key)}{_interval(one)}", f"{one.value:.3g}") for one in answer.fit.optima]
-    inner = "".join(f'<div class="tile"><b>{value}</b><span>{label}</span></div>' for label, value in tiles)
-    return f'<div class="tiles card">{inner}</div>'
+    figures = [("best validation loss", f"{answer.loss:.4f}")]
+    figures += [(f"best {escape(key)}", escape(value)) for key, value in answer.best.values.items()]
+    figures += [(f"fitted {escape(one.key)}{_interval(one)}", f"{one.value:.3g}") for one in answer.fit.optima]
+    return tiles(figures)
 
 
 def _interval(optimum: Optimum) -> str:
