@@ -106,13 +106,20 @@ CASES = (
     Case("torch", "modern-350m", 0, 2048),
 )
 SMALL = ("data.tokenizer=bpe:4096",)
+WIDE = (*SMALL, "model.width=256", "model.heads=4")
+DEEP = (*SMALL, "model.layers=8", "model.width=192", "model.heads=3")
+LLAMA = (*SMALL, "model.preset=llama", "model.width=192", "model.heads=3")
 CPU_CASES = (
     Case("jax", "gpt2-tiny", 32, 128, fit=True, overrides=SMALL, vocab=4096),
     Case("torch", "gpt2-tiny", 32, 128, fit=True, overrides=SMALL, vocab=4096),
-    Case("jax", "tiny", 32, 128, overrides=SMALL, vocab=4096),
-    Case("torch", "tiny", 32, 128, overrides=SMALL, vocab=4096),
-    Case("jax", "tiny", 16, 256, overrides=(*SMALL, "model.width=256", "model.heads=4"), vocab=4096),
-    Case("torch", "tiny", 16, 256, overrides=(*SMALL, "model.width=256", "model.heads=4"), vocab=4096),
+    Case("jax", "tiny", 32, 128, fit=True, overrides=SMALL, vocab=4096),
+    Case("torch", "tiny", 32, 128, fit=True, overrides=SMALL, vocab=4096),
+    Case("jax", "tiny", 16, 256, fit=True, overrides=WIDE, vocab=4096),
+    Case("torch", "tiny", 16, 256, fit=True, overrides=WIDE, vocab=4096),
+    Case("jax", "gpt2-tiny", 8, 512, overrides=DEEP, vocab=4096),
+    Case("torch", "gpt2-tiny", 8, 512, overrides=DEEP, vocab=4096),
+    Case("jax", "tiny", 64, 64, overrides=LLAMA, vocab=4096),
+    Case("torch", "tiny", 64, 64, overrides=LLAMA, vocab=4096),
 )
 
 

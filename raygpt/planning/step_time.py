@@ -1,9 +1,9 @@
 """Seconds that a training step takes on a device, by kind: operations and bytes, divided by what hardware reaches.
 
 `REACHED` says which fraction of the stated peak and bandwidth each engine's kernels reach. Those of GPUs are fitted to
-steps measured on H200s (benchmarks/results/step-*.json, and plan-h200.json's cases that are marked so); those of TPUs
-are assumed, none was measured. Exchange between devices is computed from the bytes that a mesh sends and the links'
-stated speed, and was not measured either.
+steps measured on H200s (benchmarks/results/step-*.json, and plan-h200.json's cases that are marked so), those of CPUs
+to plan-cpu.json's, where the peak is that of NumPy's products; those of TPUs are assumed, none was measured. Exchange
+between devices is computed from the bytes that a mesh sends and the links' stated speed, and was not measured either.
 """
 
 import math
@@ -22,6 +22,7 @@ from raygpt.planning.target import Target
 INPUT_BANDWIDTH = 16e9  # bytes/s from the host: PCIe 4
 HIDDEN = 2 / 3  # of the time of computing, as much exchange can go on behind it: the backward pass
 NOT_HIDDEN = 0.1  # of the exchange, at least: the first gather, the last sum
+SCORE_PASSES = 8  # of writing or reading all scores: products, mask, softmax, and their gradients
 CLOSED_SIDE = 16  # chips of a side of v5e and v6e, whose ends are connected; those of v4 and v5p are from 4 on
 
 
@@ -44,8 +45,8 @@ REACHED: Mapping[tuple[str, str], Reached] = {
     ("gpu", "plain"): Reached(0.71, 0.49, 0.53),
     ("gpu", "torch"): Reached(0.71, 0.36, 0.57),
     ("tpu", "plain"): Reached(0.70, 0.35, 0.70),
-    ("cpu", "plain"): Reached(0.60, 0.30, 0.50),
-    ("cpu", "torch"): Reached(0.60, 0.30, 0.50),
+    ("cpu", "plain"): Reached(1.00, 1.00, 0.37),
+    ("cpu", "torch"): Reached(0.75, 1.00, 0.30),
 }
 
 
@@ -82,9 +83,11 @@ def step_time(
     tokens = micro_rows * accumulation * recipe.model.context / target.count  # of each device
     work = Work(recipe, description, devices.number_bytes)
     products = (tokens * work.products + work.muon / target.count) / (flops * reached.products)
-    attention = tokens * work.attention(reached.block) / (flops * reached.of_head(recipe.model.size_of_head))
+    scores = work.all_scores if devices.keeps_scores else work.attention(reached.block)
+    attention = tokens * scores / (flops * reached.of_head(recipe.model.size_of_head))
     own = Shards(description, mesh).own
-    streamed = tokens * work.streamed(kernels) + own * work.update_bytes(accumulation)
+    streamed = tokens * (work.streamed(kernels) + devices.keeps_scores * work.score_bytes)
+    streamed += own * work.update_bytes(accumulation)
     memory_bound = streamed / bandwidth
     sent = exchange(recipe, description, target, mesh, tokens, accumulation, devices.number_bytes)
     computing = products + attention + memory_bound
@@ -126,6 +129,12 @@ class Work:
     def all_scores(self) -> float:
         """Operations of an attention that computes all scores, not only those that a causal mask leaves."""
         return 12 * self.recipe.model.layers * self._heads[0] * self.recipe.model.context
+
+    @property
+    def score_bytes(self) -> float:
+        """Bytes of scores that pass through memory, where attention keeps them: there and back in either direction."""
+        sizes, context = self.description.sizes, self.recipe.model.context
+        return SCORE_PASSES * self.number_bytes * sizes["layer"] * sizes["heads"] * context
 
     def attention(self, block: int) -> float:
         """Operations of attention: two products of half the scores forward, five backward."""

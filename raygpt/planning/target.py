@@ -24,7 +24,7 @@ from raygpt.resources import resources_of_worker
 HERE = "here"
 DIMENSIONS = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}
 ASK_DRIVER_S = 10.0
-PRODUCT, REPEATS = 768, 3  # of the matrices by which a CPU's speed is measured: 0.05 s on two cores
+PRODUCT, REPEATS = 768, 10  # of the matrices by which a CPU's speed is measured: 0.1 s on two cores
 
 
 @dataclass(frozen=True)
