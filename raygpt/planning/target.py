@@ -2,13 +2,10 @@
 
 import re
 import subprocess
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
-
-import numpy as np
 
 from raygpt.config import Cluster, Recipe
 from raygpt.deploy.tpu import GKE_NAMES, Slice
@@ -17,6 +14,7 @@ from raygpt.engines.base import Devices
 from raygpt.engines.precision import NUMBER_BYTES, choose_precision
 from raygpt.errors import RaygptError
 from raygpt.host import cores, memory_for_work
+from raygpt.planning.cpu_speed import cpu_speed
 from raygpt.planning.devices import ALIASES, DEVICES, GB, GIB, TERA, Device, device_of, ray_device
 from raygpt.planning.micro_batch_size import cpu_devices
 from raygpt.resources import resources_of_worker
@@ -24,7 +22,6 @@ from raygpt.resources import resources_of_worker
 HERE = "here"
 DIMENSIONS = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}
 ASK_DRIVER_S = 10.0
-PRODUCT, REPEATS = 768, 10  # of the matrices by which a CPU's speed is measured: 0.1 s on two cores
 
 
 @dataclass(frozen=True)
@@ -205,19 +202,7 @@ def _reported_gpus() -> list[str]:
 
 
 def this_cpu() -> Device:
-    """All cores of this machine as one device, measured by NumPy: a product and a copy, the best of a few."""
-    ones = np.ones((PRODUCT, PRODUCT), np.float32)
-    copied = np.empty(2**23, np.float32)
-    peak = 2 * PRODUCT**3 / _best_time(lambda: ones @ ones)
-    bandwidth = 2 * copied.nbytes / _best_time(copied.copy)
+    """All cores of this machine as one device, with the speed that NumPy measures."""
+    peak, bandwidth = cpu_speed(cores())
     source = f"measured here on {cores()} cores by NumPy"
     return Device("cpu", "cpu", peak, peak, memory_for_work(), bandwidth, bandwidth, GB, source, ("cpu",), 0.0, 1)
-
-
-def _best_time(work: Callable[[], object]) -> float:
-    times = []
-    for _ in range(REPEATS + 1):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return min(times[1:])

@@ -1,9 +1,12 @@
 """What `--on` names."""
 
+import subprocess
+
 import pytest
 
 from raygpt.errors import RaygptError
 from raygpt.planning import target as module
+from raygpt.planning.cpu_speed import cpu_speed
 from raygpt.planning.devices import DEVICES, GIB
 from raygpt.planning.target import devices_on, parse_target, precision_on, worker_keys
 from raygpt.recipes import load_recipe
@@ -116,3 +119,24 @@ def test_a_targets_kernels_are_those_that_the_engine_would_choose(recipe, change
 def test_pytorch_on_a_tpu_is_refused():
     with pytest.raises(RaygptError, match="engine torch knows no TPU; write engine=jax"):
         devices_on(load_recipe("gpt2-124m", {"engine": "torch"}), parse_target("v6e:4x4"))
+
+
+def test_a_cpu_is_measured_with_all_cores_where_ray_gives_a_process_one_thread(monkeypatch):
+    given = []
+
+    def run(command, env, **options):
+        given.append(env["OMP_NUM_THREADS"])
+        return ran(command, env=env, **options)
+
+    ran = subprocess.run
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(subprocess, "run", run)
+    peak, bandwidth = cpu_speed(7)
+    assert given == ["7"]
+    assert peak > 1e8
+    assert bandwidth > 1e8
+
+
+def test_a_cpu_that_can_start_no_process_is_measured_in_this_one(monkeypatch):
+    monkeypatch.setattr("raygpt.planning.cpu_speed.sys.executable", "/no/python")
+    assert min(cpu_speed(2)) > 1e8
