@@ -29,20 +29,21 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--share", type=float, default=0.1, help="of the run's compute, for the ladder")
+    parser.add_argument("--jobs", type=int, default=1, help="rungs at once")
     parser.add_argument("--storage", help="a folder that keeps the runs")
     parser.add_argument("--name", help="of the results file; none is written without it")
     arguments = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as folder:
         words = [*arguments.overrides, f"run.storage={arguments.storage or folder}"]
-        record.show(figures(arguments.recipe, words, arguments.share), arguments.name)
+        record.show(figures(arguments.recipe, words, arguments.share, arguments.jobs), arguments.name)
 
 
-def figures(recipe: str, words: list[str], share: float) -> dict[str, Any]:
+def figures(recipe: str, words: list[str], share: float, jobs: int) -> dict[str, Any]:
     base = base_of(recipe, words, "scaling")
     corpus = prepare_corpus(base, lambda progress: None)
     ladder = plan_ladder(in_steps(base, corpus.windows(base.model.context)), corpus.tokenizer.vocab, share)
     claim_ladder(ladder)
-    runs = Runner(ladder.folder, 1, _say, lambda: None, threading.Event(), in_process.train)
+    runs = Runner(ladder.folder, jobs, _say, lambda: None, threading.Event(), in_process.train)
     began = time.monotonic()
     answer = run_ladder(ladder, runs)
     write_law(ladder, answer)

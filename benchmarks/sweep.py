@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("words", nargs="+")
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--in-process", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, with --in-process")
     parser.add_argument("--folder", help="where the runs are kept; without it they are deleted")
     parser.add_argument("--name", help="of the results file; none is written without it")
     arguments = parser.parse_intermixed_args()
@@ -44,7 +45,7 @@ def main() -> None:
         for name in ("sweep", "grid"):
             began = time.monotonic()
             if arguments.in_process:
-                answers[name] = here(arguments.recipe, [*words, f"run.name={name}"], is_whole=name == "grid")
+                answers[name] = here(arguments.recipe, [*words, f"run.name={name}"], name == "grid", arguments.jobs)
             else:
                 command = [arguments.recipe, *words, f"run.name={name}", "--json"]
                 kills = arguments.kills if name == "sweep" else 0
@@ -73,13 +74,14 @@ def _begun(folder: Path) -> int:
     return len(list(folder.glob("*/metrics.jsonl")))
 
 
-def here(recipe: str, words: list[str], is_whole: bool) -> dict[str, Any]:
+def here(recipe: str, words: list[str], is_whole: bool, jobs: int) -> dict[str, Any]:
     axes, overrides = divide(words)
     base = grid.base_of(recipe, overrides, "sweep")
     windows = prepared.prepare_run(base, lambda progress: None, False, spare_cpus=lambda: 0).corpus.windows
     sweep = grid.plan_sweep(recipe, overrides, axes, windows, is_whole)
     grid.claim(sweep.folder, grid.definition_of(sweep))
-    runs = Runner(sweep.folder, 1, lambda leg, event: None, lambda: None, threading.Event(), train_one=in_process.train)
+    stopping = threading.Event()
+    runs = Runner(sweep.folder, jobs, lambda leg, event: None, lambda: None, stopping, train_one=in_process.train)
     return grid.as_dict(grid.run_sweep(sweep, runs, print))
 
 

@@ -38,10 +38,6 @@ class Target:
         """Of a slice of TPUs, in chips; none of other devices."""
         return tuple(int(size) for size in self.name.partition(":")[2].split("x") if size)
 
-    @property
-    def per_group(self) -> int:
-        return self.count // self.groups
-
     def __str__(self) -> str:
         nodes = (
             "" if self.groups == 1 else f" in {self.groups} {'slices' if self.device.platform == 'tpu' else 'nodes'}"

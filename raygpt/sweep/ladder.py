@@ -17,7 +17,7 @@ from raygpt.models import describe
 from raygpt.sweep.law import expected_error, information_of
 
 FEWEST_STEPS = 300  # of a rung: shorter runs mostly show how they begin
-SCALES = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)  # of width, heads and layers
+SCALES = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)  # of width, heads and layers; and the run's own model
 FEWEST_RUNGS, MOST_RUNGS = 5, 12
 FAR = 0.025  # expected error, relative, from which on a ladder is far from its run
 SHARES = (0.1, 0.15, 0.2, 0.3, 0.5)  # of a run's compute, that might be enough
@@ -61,28 +61,26 @@ def choose_rungs(recipe: Recipe, vocab: int, share: float) -> list[Rung]:
     """The ladder of a run, for at most this share of its compute; refuses a share that is too small for one."""
     check_length(recipe)
     candidates = _candidates(recipe, vocab)
-    cheapest = sorted(candidates, key=lambda one: one.share)[:FEWEST_RUNGS]
     if len({one.size for one in candidates}) < 3:
         model = recipe.model
         raise RaygptError(
             f"model: {model.layers} layers of width {model.width} are too small for a ladder of smaller ones; write a "
             "larger model"
         )
-    needed = sum(one.share for one in cheapest)
+    needed = sum(one.share for one in _cheapest(candidates))
     if needed > share:
         raise RaygptError(
             f"--share: {share:g} of the run's compute is too little for a ladder of rungs with {FEWEST_STEPS} steps or "
             f"more; write --share {math.ceil(1000 * needed) / 1000:g}, or a longer run"
         )
-    chosen = _best(cheapest, candidates, share)
+    chosen = _best(candidates, share)
     return sorted((one.rung for one in chosen), key=lambda rung: rung.flops)
 
 
 def share_to_come_near(recipe: Recipe, vocab: int) -> float | None:
     """A share of the compute with which a ladder is not far from the run; None if none is."""
     candidates = _candidates(recipe, vocab)
-    cheapest = sorted(candidates, key=lambda one: one.share)[:FEWEST_RUNGS]
-    return next((share for share in SHARES if _error(_best(cheapest, candidates, share)) <= FAR), None)
+    return next((share for share in SHARES if _error(_best(candidates, share)) <= FAR), None)
 
 
 def error_of(rungs: Sequence[Rung], parameters: int, tokens: int) -> float:
@@ -122,10 +120,14 @@ def _candidates(recipe: Recipe, vocab: int) -> list[_Candidate]:
     ]
 
 
-def _best(first: Sequence[_Candidate], candidates: Sequence[_Candidate], share: float) -> list[_Candidate]:
-    """From some rungs on, add or exchange one at a time, whatever helps most, for as long as one does and the share
-    allows it."""
-    chosen = list(first)
+def _cheapest(candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    return sorted(candidates, key=lambda one: one.share)[:FEWEST_RUNGS]
+
+
+def _best(candidates: Sequence[_Candidate], share: float) -> list[_Candidate]:
+    """From the cheapest rungs on, add or exchange one at a time, whatever helps most, for as long as one does and the
+    share allows it."""
+    chosen = _cheapest(candidates)
     while True:
         others = [one for one in candidates if one not in chosen]
         tries = [[*chosen, one] for one in others if len(chosen) < MOST_RUNGS]
@@ -150,7 +152,7 @@ def _rung(recipe: Recipe, vocab: int) -> Rung:
 def _smaller(recipe: Recipe, vocab: int) -> list[Recipe]:
     """Smaller models of the family, the smallest first, each larger than the one before."""
     models: list[Recipe] = []
-    for share in SCALES[:-1]:
+    for share in SCALES:
         model = _scaled(recipe, share)
         sizes = [describe(other.model, vocab).count for other in [*models, recipe]]
         count = describe(model.model, vocab).count

@@ -31,10 +31,10 @@ Array = NDArray[np.float64]
 def fit_law(rungs: Sequence[Measured], name: str, count: int = SAMPLES) -> Law:
     """Fit the rungs of a ladder of this name, and again `count` times with other losses and assumptions."""
     sizes, tokens, losses = (
-        np.array([float(getattr(rung, name)) for rung in rungs]) for name in ("parameters", "tokens", "loss")
+        np.array([float(getattr(rung, key)) for rung in rungs]) for key in ("parameters", "tokens", "loss")
     )
     middle = _Scale(float(np.exp(np.log(sizes).mean())), float(np.exp(np.log(tokens).mean())))
-    fit = _Fit(sizes / middle.parameters, tokens / middle.tokens, losses)
+    fit = _Fit(sizes / middle.parameters, tokens / middle.tokens)
     whole = fit.run(losses)
     residuals = np.log(losses) - np.log(fit.losses(whole))
     freedom = max(LEAST_FREEDOM, len(rungs) - 4.0)  # of five terms, the two powers are half assumed
@@ -66,7 +66,6 @@ class _Fit:
 
     sizes: Array
     tokens: Array
-    measured: Array
 
     def losses(self, found: Array) -> Array:
         return law_loss(found, self.sizes, self.tokens)
