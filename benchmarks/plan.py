@@ -134,7 +134,7 @@ def main() -> None:
         return
     target = parse_target("here")
     known = CPU_CASES if arguments.cpu else CASES
-    chosen = [number for number, case in enumerate(known) if arguments.only in case.name]
+    chosen = [number for number, case in enumerate(known) if any(word in case.name for word in arguments.only)]
     found = all_of(chosen, target, arguments)
     figures = {known[number].name: figure for number, figure in found}
     show(figures, target)
@@ -143,7 +143,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
     parser.add_argument("--cpu", action="store_true", help="small models on this machine's CPU")
     parser.add_argument("--jobs", type=int, default=3, help="processes that compile beside each other")
     parser.add_argument("--again", help="a recorded file to compare with the plan of this checkout")
