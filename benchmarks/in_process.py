@@ -1,7 +1,9 @@
-"""Trains a run in this process, on the devices that it finds: for machines without Ray."""
+"""Trains a run in this process, on the devices that it finds, or in one of its own: for machines without Ray."""
 
 import contextlib
 import fcntl
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,13 +17,16 @@ from raygpt.config import Recipe
 from raygpt.corpus import tokenizers
 from raygpt.engines import engine_of
 from raygpt.engines.base import Engine
-from raygpt.errors import RaygptError
+from raygpt.errors import DivergedError, RaygptError
 from raygpt.planning.micro_batch_size import split_batch
+from raygpt.recipes import load_recipe
 from raygpt.runs import RECIPE
 from raygpt.testing.session import LocalSession
 from raygpt.training import prepared
 from raygpt.training.events import Event, Metrics
 from raygpt.training.loop import Loop
+
+DIVERGED = 3  # exit status
 
 
 class TimedSession(LocalSession):
@@ -64,8 +69,32 @@ def train(recipe: Recipe, watch: Callable[[Event], None], until: int | None, alo
     return None
 
 
+def train_apart(recipe: Recipe, watch: Callable[[Event], None], until: int | None) -> RaygptError | None:
+    """The same in a process of its own, so that several can run at once; `watch` hears nothing. Threads of one process
+    cannot: JAX compiles cuDNN's attention by capturing a stream."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(recipe.to_yaml())
+        file.flush()
+        words = [sys.executable, __file__, file.name, *([] if until is None else [str(until)])]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return None
+    why = done.stderr.strip().splitlines()[-1]
+    return DivergedError(why) if done.returncode == DIVERGED else RaygptError(f"{recipe.run.name}: {why}")
+
+
 def _compile(engine: Engine, rows: int, context: int) -> None:
     windows = np.zeros((rows, context + 1), np.int32)
     state, metrics = engine.step(engine.start(), engine.put(windows))
     engine.read(metrics)
     engine.window_losses(state, windows[: engine.micro_rows])
+
+
+def _main(path: str, until: int | None = None) -> None:
+    if error := train(load_recipe(path), lambda event: None, until):
+        print(error, file=sys.stderr)
+        sys.exit(DIVERGED if isinstance(error, DivergedError) else 1)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -3,8 +3,8 @@
     python benchmarks/scaling.py tiny training.steps=4000 data.source=enwiki2014/train-00.txt.xz \
         data.val=enwiki2014/val.txt.xz
 
-Everything runs in this process, on the devices that it finds, without a Ray cluster; only text that is not prepared yet
-is prepared by Ray (`raygpt prepare SOURCE --nanogpt` makes a folder that needs none). `--storage` keeps the runs: the
+Runs are processes on this machine's devices, without a Ray cluster; only text that is not prepared yet is prepared by
+Ray (`raygpt prepare SOURCE --nanogpt` makes a folder that needs none). `--storage` keeps the runs: the
 same command goes on.
 """
 
@@ -17,7 +17,6 @@ from typing import Any
 import in_process
 import record
 
-from raygpt.errors import RaygptError
 from raygpt.sweep.grid import base_of
 from raygpt.sweep.runner import Leg, Runner, prepare_corpus
 from raygpt.sweep.scaling import claim_ladder, plan_ladder, run_ladder, write_law
@@ -43,7 +42,8 @@ def figures(recipe: str, words: list[str], share: float, jobs: int) -> dict[str,
     corpus = prepare_corpus(base, lambda progress: None)
     ladder = plan_ladder(in_steps(base, corpus.windows(base.model.context)), corpus.tokenizer.vocab, share)
     claim_ladder(ladder)
-    runs = Runner(ladder.folder, jobs, _say, lambda: None, threading.Event(), in_process.train)
+    quietly = lambda leg, event: None  # noqa: E731
+    runs = Runner(ladder.folder, jobs, quietly, lambda: None, threading.Event(), in_process.train_apart)
     began = time.monotonic()
     answer = run_ladder(ladder, runs)
     write_law(ladder, answer)
@@ -51,8 +51,7 @@ def figures(recipe: str, words: list[str], share: float, jobs: int) -> dict[str,
     print(f"predicted {answer.loss}", flush=True)
     run = ladder.recipe.run.model_copy(update={"name": f"{ladder.recipe.run.name}-run"})
     itself = Leg(ladder.recipe.model_copy(update={"run": run}))
-    if not itself.is_done and (error := in_process.train(itself.recipe, lambda event: None, None)):
-        raise RaygptError(str(error))
+    runs.train([itself])
     return {
         "predicted": answer.loss.loss,
         "low": float(answer.loss.low),
@@ -67,12 +66,6 @@ def figures(recipe: str, words: list[str], share: float, jobs: int) -> dict[str,
         "noise": answer.law.noise,
         "rungs": [(rung.run, rung.loss) for rung in answer.law.rungs],
     }
-
-
-def _say(leg: Leg, event: object) -> None:
-    """A line for each rung, at its end."""
-    if getattr(event, "step", None) == leg.last and "val_loss" in getattr(event, "values", {}):
-        print(leg.recipe.run.name, getattr(event, "values", {}), flush=True)
 
 
 if __name__ == "__main__":

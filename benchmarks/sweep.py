@@ -3,8 +3,8 @@
     python benchmarks/sweep.py tiny optimizer.learning_rate=log:0.0025..0.32 --kills 2
 
 The sweep is a process that is killed (SIGKILL) after some of its run directories have appeared, and started again. The
-whole grid is trained after it, in another folder. `--in-process` trains both here, without Ray and without kills: for
-machines that have no Ray. With `--folder` the runs stay there, and the same command goes on with them.
+whole grid is trained after it, in another folder. `--without-ray` trains both without a cluster and without kills. With
+`--folder` the runs stay there, and the same command goes on with them.
 """
 
 import argparse
@@ -33,8 +33,8 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("words", nargs="+")
     parser.add_argument("--kills", type=int, default=2)
-    parser.add_argument("--in-process", action="store_true")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once, with --in-process")
+    parser.add_argument("--without-ray", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, with --without-ray")
     parser.add_argument("--folder", help="where the runs are kept; without it they are deleted")
     parser.add_argument("--name", help="of the results file; none is written without it")
     arguments = parser.parse_intermixed_args()
@@ -44,7 +44,7 @@ def main() -> None:
         answers, seconds = {}, {}
         for name in ("sweep", "grid"):
             began = time.monotonic()
-            if arguments.in_process:
+            if arguments.without_ray:
                 answers[name] = here(arguments.recipe, [*words, f"run.name={name}"], name == "grid", arguments.jobs)
             else:
                 command = [arguments.recipe, *words, f"run.name={name}", "--json"]
@@ -81,7 +81,7 @@ def here(recipe: str, words: list[str], is_whole: bool, jobs: int) -> dict[str, 
     sweep = grid.plan_sweep(recipe, overrides, axes, windows, is_whole)
     grid.claim(sweep.folder, grid.definition_of(sweep))
     stopping = threading.Event()
-    runs = Runner(sweep.folder, jobs, lambda leg, event: None, lambda: None, stopping, train_one=in_process.train)
+    runs = Runner(sweep.folder, jobs, lambda leg, event: None, lambda: None, stopping, train_one=in_process.train_apart)
     return grid.as_dict(grid.run_sweep(sweep, runs, print))
 
 
