@@ -75,8 +75,8 @@ def gpt2(preset: str, rows: int, context: int, engine: str, remat: str = "none",
     return Case(engine, "gpt2-124m", rows, context, remat, fit, (f"model.preset={preset}",))
 
 
-def llama(rows: int, engine: str, fit: bool = False) -> Case:
-    return Case(engine, "modern-124m", rows, 1024, "none", fit, ("model.preset=llama", "model.depth=12"))
+def family(preset: str, rows: int, context: int, engine: str, remat: str = "none", fit: bool = False) -> Case:
+    return Case(engine, "modern-124m", rows, context, remat, fit, (f"model.preset={preset}", "model.depth=12"))
 
 
 CASES = (
@@ -89,17 +89,25 @@ CASES = (
     Case("jax", "modern-350m", 16, 2048, "products", fit=True),
     Case("torch", "modern-350m", 32, 1024, "blocks", fit=True),
     Case("jax", "modern-124m", 8, 8192, fit=True),
-    llama(32, "jax", fit=True),
+    family("llama", 32, 1024, "jax", fit=True),
     gpt2("gpt2", 8, 8192, "jax"),
     gpt2("gpt2", 16, 4096, "torch"),
     gpt2("gpt2-medium", 32, 1024, "torch"),
     Case("torch", "modern-124m", 32, 2048),
     Case("jax", "modern-350m", 32, 1024),
-    gpt2("gpt2-large", 32, 1024, "jax", "blocks"),
-    gpt2("gpt2-large", 16, 2048, "torch", "blocks"),
-    Case("jax", "modern-124m", 64, 1024, "blocks"),
-    Case("torch", "modern-350m", 4, 8192),
-    llama(32, "torch"),
+    gpt2("gpt2-large", 32, 1024, "jax", "blocks", fit=True),
+    gpt2("gpt2-large", 16, 2048, "torch", "blocks", fit=True),
+    Case("jax", "modern-124m", 64, 1024, "blocks", fit=True),
+    Case("torch", "modern-350m", 4, 8192, fit=True),
+    family("llama", 32, 1024, "torch", fit=True),
+    gpt2("gpt2-xl", 16, 1024, "jax", "blocks"),
+    gpt2("gpt2-medium", 16, 2048, "torch", "products"),
+    Case("jax", "modern-350m", 8, 4096, "blocks"),
+    Case("torch", "modern-350m", 16, 2048),
+    family("llama", 16, 2048, "jax", "products"),
+    family("llama", 8, 4096, "torch", "blocks"),
+    family("qwen3", 32, 1024, "jax"),
+    family("qwen3", 16, 2048, "torch"),
     gpt2("gpt2", 0, 1024, "jax"),
     gpt2("gpt2", 0, 1024, "torch"),
     Case("jax", "modern-124m", 0, 1024),

@@ -16,7 +16,7 @@ from raygpt.engines.padding import padded_vocab
 from raygpt.models import Description, Parameter, describe
 
 TPU_LANES = 128  # of its vector unit: an array's last axis takes a multiple
-MUON_BYTES = {"jax": 12, "torch": 8}  # of each matrix's numbers; PyTorch's are at most this, by a measured peak
+MUON_BYTES = {"jax": 12, "torch": 10}  # of each matrix's numbers: directions in fp32, and copies of them
 LOGIT_BYTES = 10  # of a chunk without kernels: fp32, their exponentials, their gradient in 16 bits
 TPU_LOGIT_BYTES, TPU_CAPPED_LOGIT_BYTES = 6, 8  # fp32 and 16-bit gradient; a soft-cap's slope is fp32 as well
 
@@ -61,10 +61,13 @@ def step_memory(
         begun = 4 * (shards.stacked + table)
         backward = Memory(*state, summed + begun, at_backward, 0, rounded + number_bytes * shards.gathered_layer)
     else:
-        copies = shards.gathered(devices.number_bytes)
-        loss = backward = Memory(*state, summed, at_loss, logits, copies)
-        if recipe.training.remat != "none":
-            begun = 4 * shards.count(description.by_name[description.output_table])  # others come one after another
+        remat, is_jax = recipe.training.remat, recipe.engine == "jax"
+        table = 4 * shards.count(description.by_name[description.output_table])
+        # PyTorch makes rounded copies again with the layers; JAX sums the output table's gradient over chunks.
+        copies = shards.gathered(devices.number_bytes, of_layers=is_jax or remat != "blocks")
+        loss = backward = Memory(*state, summed, at_loss, logits, copies + (2 * table if is_jax else 0))
+        if remat != "none":
+            begun = table + (4 * shards.stacked if is_jax else 0)  # JAX's loop has room for all layers' gradients
             backward = Memory(*state, begun + summed, at_backward, 0, copies)
     update = Memory(*state, gradients + summed, 0, 0, _update_bytes(recipe, description, shards))
     return max(loss, backward, update, key=lambda memory: memory.total)
@@ -105,11 +108,12 @@ class Shards:
         whole = sum(self.count(p, ("tensor",)) for p in self.description.parameters if p.is_stacked)
         return whole // self.description.sizes["layer"]
 
-    def gathered(self, number_bytes: int) -> int:
-        """Bytes of the copies that are computed with: rounded ones of all parameters; if those are sharded, of the
-        token tables and two layers, and the sum of the output table's gradient."""
+    def gathered(self, number_bytes: int, of_layers: bool = True) -> int:
+        """Bytes of the copies that are computed with: rounded ones of all parameters, or of all but the layers'; if
+        those are sharded, of the token tables and two layers, and the sum of the output table's gradient."""
         if self.mesh["fsdp"] == 1:
-            return self.own * number_bytes if number_bytes < 4 else 0
+            copied = self.own if of_layers else self.own - self.stacked
+            return copied * number_bytes if number_bytes < 4 else 0
         tables = sum(self.count(p, ("tensor",)) for p in self.description.parameters if "vocabulary" in p.axes)
         return (tables + 2 * self.gathered_layer) * number_bytes + 4 * self.output_table
 
@@ -139,7 +143,10 @@ class Kept:
             by_heads, again = _padding(sizes["head"]), heads  # its result also for the product behind it
         elif devices.platform == "tpu":
             by_heads = (3 + _padding(sizes["head"])) / 4  # XLA turns all but the result
-        turned = heads + kv_heads if model.qk_norm else 0  # a rotation's gradient needs no input
+        # A rotation's gradient needs no input, but PyTorch's queries, keys and values are parts of one array.
+        torch_turns = recipe.engine == "torch" and model.position == "rope"
+        turned = heads + kv_heads if model.qk_norm or torch_turns else 0
+        turned += kv_heads if model.qk_norm and torch_turns else 0  # its kernel copies values
         # In units of activations: weights in their precision, and scores in fp32.
         scores = sizes["heads"] * model.context * (1 + 4 // devices.number_bytes) if devices.keeps_scores else 0
         gated = heads if model.head_gates else 0  # before their gates: 0.42 GiB of 24 × 1,024 tokens, as measured
@@ -233,7 +240,7 @@ def _slots(parameter: Parameter, recipe: Recipe) -> int:
 
 
 def _update_bytes(recipe: Recipe, description: Description, shards: Shards) -> int:
-    """What Muon needs while it makes matrices orthogonal: directions in fp32, and 16-bit copies of them."""
+    """What Muon needs while it makes matrices orthogonal."""
     if recipe.optimizer.kind != "muon":
         return 0
     return MUON_BYTES[recipe.engine] * sum(shards.count(p) for p in description.parameters if p.role == "matrix")
