@@ -40,7 +40,8 @@ def main() -> None:
 def figures(recipe: str, words: list[str], share: float, jobs: int) -> dict[str, Any]:
     base = base_of(recipe, words, "scaling")
     corpus = prepare_corpus(base, lambda progress: None)
-    ladder = plan_ladder(in_steps(base, corpus.windows(base.model.context)), corpus.tokenizer.vocab, share)
+    in_full = in_steps(base, corpus.windows(base.model.context))
+    ladder = plan_ladder(in_full, corpus.tokenizer.vocab, share, corpus.bytes_per_token)
     claim_ladder(ladder)
     quietly = lambda leg, event: None  # noqa: E731
     runs = Runner(ladder.folder, jobs, quietly, lambda: None, threading.Event(), in_process.train_apart)

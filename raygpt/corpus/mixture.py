@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from raygpt import storage
 from raygpt.config import Data
 from raygpt.corpus import nanogpt, prepare, tokenizers
@@ -14,6 +16,8 @@ from raygpt.corpus.prepare import Background, Job, Watch
 from raygpt.corpus.sources import Source, is_path, resolve
 from raygpt.corpus.store import PLAN, TokenStore, is_complete, open_store
 from raygpt.errors import RaygptError
+
+BEGINNING = 2**16  # tokens
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,14 @@ class Mixture:
     @property
     def val_tokens(self) -> int:
         return sum(len(store.val) for store in self.stores)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text that a token stands for, in the beginning of the validation text; 0 if it has none."""
+        lengths = np.array(tokenizers.byte_lengths(self.tokenizer))
+        streams = [store.val for store in self.stores if len(store.val)]
+        counted = [lengths[stream.windows([0], min(len(stream), BEGINNING))].mean() for stream in streams]
+        return float(np.mean(counted)) if counted else 0.0
 
     def windows(self, context: int) -> int:
         """Number of windows of all stores: an epoch."""

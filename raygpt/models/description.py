@@ -53,6 +53,11 @@ class Description:
         return self.count - sum(prod(self.shapes[name]) for name in self.token_tables if name != self.output_table)
 
     @property
+    def in_blocks(self) -> int:
+        """The number of parameters of the blocks: those without any table."""
+        return sum(prod(self.shapes[p.name]) for p in self.parameters if p.is_stacked)
+
+    @property
     def flops_per_token(self) -> int:
         """Operations per token, forward and backward: 6 · `multiplied` + 12 · layers · heads · head size · context.
 

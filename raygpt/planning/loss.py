@@ -1,22 +1,24 @@
 """The loss that a run will come to, by a law that was fitted to smaller runs of the same family on the same text.
 
-    L(N, D) = E + ((A / N^a)^p + (B / D^b)^p)^(1/p)
+    L(N, D) = E + ((A / N^a)^p + (B / (D - S)^b)^p)^(1/p)
 
 What a model lacks in size and what it lacks in text add up with p = 1, as in Hoffmann's law. With a larger p the larger
-of the two counts more, as in Kaplan's: a model that is too small gains less from more text.
+of the two counts more, as in Kaplan's: a model that is too small gains less from more text. S is how much text it takes
+until a model begins to learn more than which tokens are frequent.
 
-N is `description.multiplied`, D the tokens that a run trains on, repeated or not; L the validation loss at the end
+N is `description.in_blocks`, D the tokens that a run trains on, repeated or not; L the validation loss at the end
 of the schedule, in nats per token. A law is a file in a folder beside the runs, RUN_STORAGE/NAME/scaling.json:
 
-    {"format": 2,
+    {"format": 3,
      "family": {...},                       what `family_of(recipe)` returned for the recipe of the ladder
-     "law": {"E": 1.3, "A": 25.0, "a": 0.18, "B": 16.0, "b": 0.13, "p": 4.0},
-     "samples": [[E, A, a, B, b, p], ...],  the same fitted again to varied rungs, 100 or more: its uncertainty
+     "law": {"E": 1.2, "A": 8.0, "a": 0.09, "B": 19.0, "b": 0.15, "S": 4e4, "p": 2.5},
+     "samples": [[E, A, a, B, b, S, p], …], the same fitted again to varied rungs, 100 or more: its uncertainty
      "noise": 0.004,                        relative standard deviation of a run's loss around the law (seeds, misfit)
      "rungs": [{"run": "NAME", "parameters": N, "tokens": D, "loss": L}, ...]}
 
-The interval covers four runs of five: for every sample of the law, its prediction times a normal deviate of `noise`;
-the 10th and the 90th percentile of these. A law whose rungs are fewer than FEWEST_RUNGS is not used.
+The interval covers four runs of five: for every sample of the law, its prediction times a normal deviate of `noise`
+and of what a law may miss so far from its rungs; the 10th and the 90th percentile of these. A law whose rungs are fewer
+than FEWEST_RUNGS is not used.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,9 +32,11 @@ from raygpt import storage
 from raygpt.config import Recipe
 
 SCALING = "scaling.json"
-FORMAT = 2
-TERMS = ("E", "A", "a", "B", "b", "p")
+FORMAT = 3
+TERMS = ("E", "A", "a", "B", "b", "S", "p")
 FEWEST_RUNGS = 4
+LEAST_LEARNT_FROM = 0.05  # of all tokens: for runs that end before they have begun to learn
+MISFIT = 0.001  # by which a loss may be off its law, relative, for each doubling of size or tokens away from a rung
 DEVIATES = 64  # drawn for every sample of a law
 COVERED = (10, 90)  # percentiles: four runs of five
 # Keys of a model that change along a ladder of sizes, or do not decide the loss.
@@ -78,15 +82,16 @@ class Law:
         """The loss of a model of so many parameters after so many tokens."""
         by_sample = law_loss(self.samples.T, parameters, tokens)
         deviates = np.random.default_rng(0).standard_normal((DEVIATES, len(by_sample)))
-        low, high = np.percentile(by_sample * (1 + self.noise * deviates), COVERED)
+        nearest = min(doublings(rung.parameters / parameters, rung.tokens / tokens) for rung in self.rungs)
+        low, high = np.percentile(by_sample * (1 + np.hypot(self.noise, MISFIT * nearest) * deviates), COVERED)
         middle = self.loss(parameters, tokens)
         return Loss(middle, min(low, middle), max(high, middle), self._about(parameters, tokens))
 
     def _about(self, parameters: int, tokens: int) -> str:
         """What the law was fitted to, and how far beyond that it is asked."""
-        largest = max(6.0 * rung.parameters * rung.tokens for rung in self.rungs)
-        times = 6.0 * parameters * tokens / largest
-        beyond = f", {times:,.0f} times the largest one's compute" if times > 1.5 else ""
+        largest = max(1.0 * rung.parameters * rung.tokens for rung in self.rungs)
+        times = parameters * tokens / largest
+        beyond = f", {times:,.0f} times the largest one's size × tokens" if times > 1.5 else ""
         return f"a law fitted to {len(self.rungs)} runs in {self.name}{beyond}"
 
 
@@ -120,8 +125,14 @@ def laws_beside(home: str, family: Mapping[str, Any]) -> Iterator[Law]:
             yield Law(read["law"], np.array(read["samples"]), read["noise"], rungs, name)
 
 
+def doublings(size: Any, tokens: Any) -> Any:
+    """How far a run is from another whose size and tokens are so many times its own."""
+    return np.hypot(np.log2(size), np.log2(tokens))
+
+
 def law_loss(terms: Any, parameters: Any, tokens: Any) -> NDArray[np.float64]:
     """L(N, D), of numbers or arrays."""
-    floor, of_size, size_power, of_tokens, tokens_power, p = terms
-    lacks_size, lacks_text = of_size * parameters**-size_power, of_tokens * tokens**-tokens_power
+    floor, of_size, size_power, of_tokens, tokens_power, before, p = terms
+    learnt_from = np.maximum(tokens - before, LEAST_LEARNT_FROM * tokens)
+    lacks_size, lacks_text = of_size * parameters**-size_power, of_tokens * learnt_from**-tokens_power
     return np.asarray(floor + (lacks_size**p + lacks_text**p) ** (1 / p))

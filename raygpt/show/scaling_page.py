@@ -45,7 +45,7 @@ def law_text(answer: "Answer") -> str:
     terms = answer.law.terms
     return (
         f"L(N, D) = {terms['E']:.3g} + (({terms['A']:.4g} / N^{terms['a']:.3f})^{terms['p']:g} + "
-        f"({terms['B']:.4g} / D^{terms['b']:.3f})^{terms['p']:g})^(1/{terms['p']:g}), "
+        f"({terms['B']:.4g} / (D - {terms['S']:.3g})^{terms['b']:.3f})^{terms['p']:g})^(1/{terms['p']:g}), "
         f"fitted to {len(answer.law.rungs)} runs, which deviate from it by {answer.law.noise:.1%}"
     )
 

@@ -52,9 +52,11 @@ class _Candidate:
     size: float  # of the run's
     tokens: float
 
+    step: float  # tokens of a step, of the run's
+
     @cached_property
     def information(self) -> Any:
-        return information_of(self.size, self.tokens)
+        return information_of(self.size, self.tokens, self.step)
 
 
 def choose_rungs(recipe: Recipe, vocab: int, share: float) -> list[Rung]:
@@ -83,9 +85,11 @@ def share_to_come_near(recipe: Recipe, vocab: int) -> float | None:
     return next((share for share in SHARES if _error(_best(candidates, share)) <= FAR), None)
 
 
-def error_of(rungs: Sequence[Rung], parameters: int, tokens: int) -> float:
+def error_of(rungs: Sequence[Rung], parameters: int, recipe: Recipe) -> float:
     """The relative error to expect of the prediction for such a run."""
-    return expected_error(information_of(rung.parameters / parameters, rung.tokens / tokens) for rung in rungs)
+    step = 1 / recipe.steps
+    sizes = [(rung.parameters / parameters, rung.recipe.steps * step) for rung in rungs]
+    return expected_error([information_of(*size, step) for size in sizes], step)
 
 
 def check_length(recipe: Recipe) -> None:
@@ -115,7 +119,9 @@ def _candidates(recipe: Recipe, vocab: int) -> list[_Candidate]:
         if steps < recipe.steps
     ]
     return [
-        _Candidate(rung, rung.flops / run.flops, rung.parameters / run.parameters, rung.tokens / run.tokens)
+        _Candidate(
+            rung, rung.flops / run.flops, rung.parameters / run.parameters, rung.tokens / run.tokens, 1 / recipe.steps
+        )
         for rung in rungs
     ]
 
@@ -140,13 +146,13 @@ def _best(candidates: Sequence[_Candidate], share: float) -> list[_Candidate]:
 
 
 def _error(chosen: Sequence[_Candidate]) -> float:
-    return expected_error(one.information for one in chosen)
+    return expected_error([one.information for one in chosen], chosen[0].step)
 
 
 def _rung(recipe: Recipe, vocab: int) -> Rung:
     description = describe(recipe.model, vocab)
     flops = float(description.flops_per_token) * recipe.steps * recipe.training.batch_tokens
-    return Rung(recipe, description.multiplied, flops)
+    return Rung(recipe, description.in_blocks, flops)
 
 
 def _smaller(recipe: Recipe, vocab: int) -> list[Recipe]:

@@ -1,50 +1,82 @@
-"""Fits L(N, D) = E + ((A / N^a)^p + (B / D^b)^p)^(1/p) to the losses of a ladder, with its uncertainty.
+"""Fits L(N, D) = E + ((A / N^a)^p + (B / (D - S)^b)^p)^(1/p) to the losses of a ladder, with its uncertainty.
 
-Residuals are relative, and large ones count by their size, not its square (Huber), so that one bad rung does not
-decide. A ladder has few rungs, which leave p and the powers open: p is 4, and the powers are drawn towards 0.17 ± 0.06.
-Both are what a table of 26 runs of `tiny`'s family has (benchmarks/LOG.md). The uncertainty is that of the losses and
-of these assumptions: the fit is repeated with losses that vary by their noise, other powers, and a p of 3 to 5.5.
+Residuals are relative; those of rungs far from the run count less, and large ones by their size, not its square
+(Huber), so that one bad rung does not decide. A ladder has few rungs, so its law is drawn towards what is assumed
+beforehand: powers, a floor for each byte of text, and that a model learns from its first steps. It is what 29 runs of
+`tiny`'s family and 8 of modern-124m's agree on (benchmarks/LOG.md). The uncertainty is that of the losses and of these
+assumptions: the fit is repeated with losses that vary by their noise, and other assumptions.
 
 The same assumptions say beforehand how well a ladder would predict: `expected_error`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raygpt.planning.loss import TERMS, Law, Measured, law_loss
+from raygpt.planning.loss import MISFIT, TERMS, Law, Measured, doublings, law_loss
 
-P, OTHER_P = 4.0, (3.0, 5.5)
-POWER, SPREAD = 0.17, 0.06  # of a and b
+P, OTHER_P = 2.5, (2.0, 3.5)
+POWERS, POWERS_SPREAD = np.array([0.11, 0.16]), np.array([0.04, 0.05])  # a and b
+FLOOR, FLOOR_SPREAD = 0.35, 0.3  # nats of a byte of text, and the spread of its logarithm
+BEFORE = 120.0  # steps, the spread of S
+MOST_BEFORE = 0.85  # of the shortest rung: the most that S can be
 SAMPLES = 200
 USUAL_NOISE = 0.004  # between seeds of one small run, relative; residuals of a few rungs may be smaller by chance
-MISFIT = 0.002  # by which a loss may be off the law, relative, for each doubling between a rung and the run
 OUTLIER = 3.0  # times the noise: from here on a residual counts by its size
 LEAST_FREEDOM = 1.0
-# What is assumed of a run before any rung: its loss is 1, of which the floor and the two terms have these parts.
-ASSUMED, ASSUMED_SPREAD = np.array([0.4, 0.5, POWER, 0.5, POWER]), np.array([0.3, 0.3, SPREAD, 0.3, SPREAD])
+# What is assumed of a run before any rung, whose loss is 1: its floor, what size and text add to it, and their powers.
+ASSUMED = np.array([0.35, 0.5, POWERS[0], 0.5, POWERS[1]])
+ASSUMED_SPREAD = np.array([FLOOR_SPREAD * 0.35, 0.3, POWERS_SPREAD[0], 0.3, POWERS_SPREAD[1]])
 Array = NDArray[np.float64]
 
 
-def fit_law(rungs: Sequence[Measured], name: str, count: int = SAMPLES) -> Law:
+class Goal(NamedTuple):
+    """The run whose loss is to be known."""
+
+    parameters: int
+    tokens: int
+    step_tokens: int  # of one of its steps, and of its rungs'
+    bytes_per_token: float
+
+
+def fit_law(rungs: Sequence[Measured], name: str, goal: Goal, count: int = SAMPLES) -> Law:
     """Fit the rungs of a ladder of this name, and again `count` times with other losses and assumptions."""
     sizes, tokens, losses = (
         np.array([float(getattr(rung, key)) for rung in rungs]) for key in ("parameters", "tokens", "loss")
     )
     middle = _Scale(float(np.exp(np.log(sizes).mean())), float(np.exp(np.log(tokens).mean())))
-    fit = _Fit(sizes / middle.parameters, tokens / middle.tokens)
-    whole = fit.run(losses)
+    floor = min(FLOOR * goal.bytes_per_token, 0.9 * float(losses.min()))
+    usual = _Assumed(floor, POWERS, 0.0, P)
+    noises = _noise(sizes / goal.parameters, tokens / goal.tokens)
+    fit = _Fit(sizes / middle.parameters, tokens / middle.tokens, goal.step_tokens / middle.tokens, noises)
+    whole = fit.run(losses, usual)
     residuals = np.log(losses) - np.log(fit.losses(whole))
-    freedom = max(LEAST_FREEDOM, len(rungs) - 4.0)  # of five terms, the two powers are half assumed
+    freedom = max(LEAST_FREEDOM, len(rungs) - 4.0)  # of six terms, half are assumed
     noise = max(USUAL_NOISE, float(np.sqrt((residuals**2).sum() / freedom)))
     random, samples = np.random.default_rng(0), []
     for _ in range(count):
         varied = losses * (1 + noise * random.standard_normal(len(rungs)))
-        powers, p = random.normal(POWER, SPREAD, 2), random.uniform(*OTHER_P)
-        samples.append(middle.terms(fit.run(varied, powers, p, whole[:5])))
+        samples.append(middle.terms(fit.run(varied, usual.varied(random), whole)))
     return Law(dict(zip(TERMS, middle.terms(whole), strict=True)), np.array(samples), noise, tuple(rungs), name)
+
+
+@dataclass(frozen=True)
+class _Assumed:
+    """What a law is drawn towards."""
+
+    floor: float
+    powers: Array
+    before: float  # steps
+    p: float
+
+    def varied(self, random: np.random.Generator) -> "_Assumed":
+        """Other assumptions that are as good."""
+        floor = self.floor * float(np.exp(FLOOR_SPREAD * random.standard_normal()))
+        powers = np.maximum(random.normal(self.powers, POWERS_SPREAD), 0.02)
+        return _Assumed(floor, powers, BEFORE * float(random.standard_normal()), random.uniform(*OTHER_P))
 
 
 @dataclass(frozen=True)
@@ -55,57 +87,69 @@ class _Scale:
     tokens: float
 
     def terms(self, found: Array) -> list[float]:
-        """E, A, a, B, b, p in plain units."""
-        floor, of_size, a, of_tokens, b, p = (float(value) for value in found)
-        return [floor, of_size * self.parameters**a, a, of_tokens * self.tokens**b, b, p]
+        """E, A, a, B, b, S, p in plain units."""
+        floor, of_size, a, of_tokens, b, before, p = (float(value) for value in found)
+        return [floor, of_size * self.parameters**a, a, of_tokens * self.tokens**b, b, before * self.tokens, p]
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """Rungs, measured from their middle."""
+    """Rungs, measured from their middle, the tokens of a step, and what is expected of the rungs' residuals."""
 
     sizes: Array
     tokens: Array
+    step: float
+    noises: Array
 
     def losses(self, found: Array) -> Array:
         return law_loss(found, self.sizes, self.tokens)
 
-    def run(
-        self, losses: Array, powers: Sequence[float] | Array = (POWER, POWER), p: float = P, start: Array | None = None
-    ) -> Array:
+    def run(self, losses: Array, assumed: _Assumed, start: Array | None = None) -> Array:
         """The terms that fit these losses best."""
         from scipy.optimize import least_squares
 
-        lowest = float(losses.min())
+        lowest, spread = float(losses.min()), BEFORE * self.step
 
         def residuals(found: Array) -> Array:
-            relative = (np.log(self.losses(np.append(found, p))) - np.log(losses)) / USUAL_NOISE
-            return np.concatenate([relative, (found[[2, 4]] - powers) / SPREAD])
+            relative = (np.log(self.losses(np.append(found, assumed.p))) - np.log(losses)) / self.noises
+            floor = np.log(found[0] / assumed.floor) / FLOOR_SPREAD
+            before = found[5] / spread - assumed.before / BEFORE
+            return np.concatenate([relative, (found[[2, 4]] - assumed.powers) / POWERS_SPREAD, [floor, before]])
 
-        first = [0.4 * lowest, 0.5 * lowest, POWER, 0.5 * lowest, POWER] if start is None else start
-        bounds = ([0, 1e-6, 0.02, 1e-6, 0.02], [lowest, 10 * lowest, 1.5, 10 * lowest, 1.5])
+        a, b = POWERS
+        first = [0.4 * lowest, 0.5 * lowest, a, 0.5 * lowest, b, 0.1 * spread] if start is None else start[:6]
+        most = [0.999 * lowest, 10 * lowest, 1.0, 10 * lowest, 1.0, MOST_BEFORE * self.tokens.min()]
+        bounds = [1e-3 * lowest, 1e-6, 0.01, 1e-6, 0.01, 0.0], most
         inside = np.clip(first, np.array(bounds[0]) + 1e-9, np.array(bounds[1]) - 1e-9)
-        found = least_squares(residuals, inside, bounds=bounds, loss="huber", f_scale=OUTLIER).x
-        return np.append(found, p)
+        units = [1, 1, 0.1, 1, 0.1, spread]
+        found = least_squares(residuals, inside, bounds=bounds, loss="huber", f_scale=OUTLIER, x_scale=units).x
+        return np.append(found, assumed.p)
 
 
-def expected_error(information: Iterable[Array]) -> float:
-    """The relative standard deviation of a run's prediction from rungs that say this much each."""
-    known = sum(information, np.diag(ASSUMED_SPREAD**-2.0))
-    slope = _slope(1.0, 1.0)
+def expected_error(information: Sequence[Array], step: float) -> float:
+    """The relative standard deviation of a run's prediction from rungs that say this much each. `step`: the part of
+    the run's tokens that a step has."""
+    known = sum(information, np.diag(np.append(ASSUMED_SPREAD, BEFORE * step) ** -2.0))
+    slope = _slope(1.0, 1.0, step)
     return float(np.sqrt(slope @ np.linalg.solve(known, slope)))
 
 
-def information_of(size: float, tokens: float) -> Array:
-    """What a rung says of the law's terms: [5, 5]. Its size and tokens are measured from the run's; the farther it is,
+def information_of(size: float, tokens: float, step: float) -> Array:
+    """What a rung says of the law's terms: [6, 6]. Its size and tokens are measured from the run's; the farther it is,
     the less it says."""
-    noise = np.hypot(USUAL_NOISE, MISFIT * np.hypot(np.log2(size), np.log2(tokens)))
-    slope = _slope(size, tokens)
-    return np.asarray(np.outer(slope, slope) / noise**2)
+    slope = _slope(size, tokens, step)
+    return np.asarray(np.outer(slope, slope) / _noise(size, tokens) ** 2)
 
 
-def _slope(size: float, tokens: float) -> Array:
+def _noise(size: float | Array, tokens: float | Array) -> Array:
+    """By how much the loss of a rung may be off the run's law, whose size and tokens are so many times the run's."""
+    noise: Array = np.hypot(USUAL_NOISE, MISFIT * doublings(size, tokens))
+    return noise
+
+
+def _slope(size: float, tokens: float, step: float) -> Array:
     """How the logarithm of a loss depends on the law's terms."""
-    step = 1e-4 * np.eye(5)
-    ends = [np.log(law_loss([*(ASSUMED + sign * one), P], size, tokens)) for one in step for sign in (1, -1)]
-    return np.diff(np.array(ends).reshape(5, 2)[:, ::-1], axis=1)[:, 0] / 2e-4
+    middle = np.append(ASSUMED, 0.5 * BEFORE * step)
+    change = 1e-4 * np.diag([1, 1, 1, 1, 1, BEFORE * step])
+    ends = [np.log(law_loss([*(middle + sign * one), P], size, tokens)) for one in change for sign in (1, -1)]
+    return np.asarray(np.diff(np.array(ends).reshape(6, 2)[:, ::-1], axis=1)[:, 0] / (2 * change.sum(1)))

@@ -16,7 +16,7 @@ from raygpt.models import describe
 from raygpt.planning.loss import FORMAT, SCALING, Law, Loss, Measured, family_of
 from raygpt.sweep.grid import KEPT, claim
 from raygpt.sweep.ladder import FAR, Rung, choose_rungs, cost, error_of, share_to_come_near
-from raygpt.sweep.law import fit_law
+from raygpt.sweep.law import Goal, fit_law
 from raygpt.sweep.runner import Leg, Runner
 from raygpt.training.prepared import run_folder_of
 
@@ -29,6 +29,7 @@ class Ladder:
     recipe: Recipe  # of the run, in steps
     rungs: tuple[Rung, ...]
     parameters: int  # of the run: N of the law
+    bytes_per_token: float  # of the text
     flops: float  # of the run
     enough: float | None  # share of the run's compute that would come near to it; None if no ladder does
 
@@ -45,7 +46,7 @@ class Ladder:
     @property
     def expected_error(self) -> float:
         """Of the prediction, relative, by what is assumed of the law before anything is measured."""
-        return error_of(self.rungs, self.parameters, self.tokens)
+        return error_of(self.rungs, self.parameters, self.recipe)
 
     @property
     def is_far(self) -> bool:
@@ -61,13 +62,13 @@ class Answer:
     loss: Loss
 
 
-def plan_ladder(recipe: Recipe, vocab: int, share: float) -> Ladder:
+def plan_ladder(recipe: Recipe, vocab: int, share: float, bytes_per_token: float) -> Ladder:
     """The ladder of a recipe, whose run is named for the ladder; refuses a share of the compute that is too small."""
     description = describe(recipe.model, vocab)
     flops = float(description.flops_per_token) * recipe.steps * recipe.training.batch_tokens
     rungs = choose_rungs(recipe, vocab, share)
     enough = share_to_come_near(recipe, vocab)
-    return Ladder(run_folder_of(recipe), recipe, tuple(rungs), description.multiplied, flops, enough)
+    return Ladder(run_folder_of(recipe), recipe, tuple(rungs), description.in_blocks, bytes_per_token, flops, enough)
 
 
 def run_ladder(ladder: Ladder, runner: Runner) -> Answer:
@@ -81,7 +82,8 @@ def run_ladder(ladder: Ladder, runner: Runner) -> Answer:
             f"{ladder.folder}: {', '.join(sorted(runner.diverged))} diverged, so there is no law; write a lower "
             "optimizer.learning_rate"
         )
-    law = fit_law(measured, ladder.folder.rsplit("/", 1)[-1])
+    goal = Goal(ladder.parameters, ladder.tokens, ladder.recipe.training.batch_tokens, ladder.bytes_per_token)
+    law = fit_law(measured, ladder.folder.rsplit("/", 1)[-1], goal)
     return Answer(law, law.predict(ladder.parameters, ladder.tokens))
 
 

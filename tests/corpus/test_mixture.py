@@ -84,6 +84,12 @@ def test_a_bpe_is_made_from_all_texts_of_a_mixture_and_is_the_same_in_each_store
     assert mixture.val_tokens == len(first.val) + len(second.val)
 
 
+def test_bytes_of_a_token_are_those_of_the_validation_text(tmp_path: Path, texts: dict[str, str]) -> None:
+    mixture = mixed(tmp_path, texts["first"], tokenizer="bpe:300", val=texts["own"])
+    (store,) = mixture.stores
+    assert mixture.bytes_per_token == pytest.approx(sum(len(text.encode()) for text in OWN) / len(store.val))
+
+
 def test_rows_come_from_the_stores_by_their_weights(tmp_path: Path, texts: dict[str, str]) -> None:
     mixture = mixed(tmp_path, texts["first"], texts["second"], val=0.3)
     feed = mixture.feed(context=16, batch_rows=10_000, order="random", seed=0)

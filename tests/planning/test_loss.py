@@ -9,7 +9,7 @@ from raygpt.models import describe
 from raygpt.planning.loss import expected_loss, family_of
 from raygpt.recipes import load_recipe
 
-LAW = {"E": 1.7, "A": 110.0, "a": 0.24, "B": 180.0, "b": 0.25, "p": 3.0}
+LAW = {"E": 1.7, "A": 110.0, "a": 0.24, "B": 180.0, "b": 0.25, "S": 1e8, "p": 3.0}
 
 
 def tiny(storage, **changes):
@@ -20,7 +20,7 @@ def write_law(storage, name="ladder", rungs=6, spread=0.02, noise=0.004, **chang
     """A law whose floor E varies by `spread` between its samples."""
     floors = np.random.default_rng(1).normal(LAW["E"], spread, 200)
     content = {
-        "format": 2,
+        "format": 3,
         "family": family_of(tiny(storage)),
         "law": LAW,
         "samples": [[floor, *list(LAW.values())[1:]] for floor in floors],
@@ -35,21 +35,22 @@ def write_law(storage, name="ladder", rungs=6, spread=0.02, noise=0.004, **chang
 def test_the_loss_is_the_laws_and_its_interval_covers_four_runs_of_five(tmp_path):
     write_law(tmp_path)
     got = expected_loss(tiny(tmp_path), 10**8, 10**9)
-    loss = 1.7 + ((110 / 1e8**0.24) ** 3 + (180 / 1e9**0.25) ** 3) ** (1 / 3)
+    loss = 1.7 + ((110 / 1e8**0.24) ** 3 + (180 / 9e8**0.25) ** 3) ** (1 / 3)
     assert got.loss == pytest.approx(loss)
-    deviation = (0.02**2 + (0.004 * loss) ** 2) ** 0.5
+    away = 0.001 * np.hypot(np.log2(100), np.log2(10))  # from the rungs
+    deviation = (0.02**2 + (0.004 * loss) ** 2 + (away * loss) ** 2) ** 0.5
     assert (got.low, got.high) == pytest.approx((loss - 1.28 * deviation, loss + 1.28 * deviation), abs=0.006)
-    assert got.rests_on == "a law fitted to 6 runs in ladder, 1,000 times the largest one's compute"
+    assert got.rests_on == "a law fitted to 6 runs in ladder, 1,000 times the largest one's size × tokens"
 
 
 def test_without_a_law_of_the_family_nothing_is_expected(tmp_path):
     assert expected_loss(tiny(tmp_path), 10**8, 10**9) is None
     write_law(tmp_path, "few", rungs=3)
-    write_law(tmp_path, "newer-format", format=3)
+    write_law(tmp_path, "other-format", format=2)
     assert expected_loss(tiny(tmp_path), 10**8, 10**9) is None
     write_law(tmp_path, "enough", rungs=4)
     assert expected_loss(tiny(tmp_path), 10**8, 10**9).rests_on.endswith(
-        "in enough, 1,000 times the largest one's compute"
+        "in enough, 1,000 times the largest one's size × tokens"
     )
     assert expected_loss(tiny(tmp_path, **{"data.tokenizer": "bytes"}), 10**8, 10**9) is None
 

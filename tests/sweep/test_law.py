@@ -7,27 +7,29 @@ from raygpt.errors import RaygptError
 from raygpt.planning.loss import Measured
 from raygpt.recipes import load_recipe
 from raygpt.sweep.ladder import choose_rungs, cost
-from raygpt.sweep.law import fit_law
+from raygpt.sweep.law import Goal, fit_law
 from raygpt.sweep.scaling import plan_ladder
 
 VOCAB = 4096
-TRUE = (2.4, 33.0, 0.23, 36.0, 0.2, 3.0)  # E, A, a, B, b, p: a loss of 4.0 for tiny after 4,000 steps
+TINY = 4 * 12 * 128**2  # parameters of its blocks
+BYTES_PER_TOKEN = 3.5
+TRUE = (1.3, 7.5, 0.1, 30.0, 0.16, 2e5, 3.0)  # E, A, a, B, b, S, p: a loss of 3.9 for tiny after 4,000 steps
 
 
 def true_loss(parameters, tokens, terms=TRUE):
-    floor, of_size, a, of_tokens, b, p = terms
-    return floor + ((of_size / parameters**a) ** p + (of_tokens / tokens**b) ** p) ** (1 / p)
+    floor, of_size, a, of_tokens, b, before, p = terms
+    return floor + ((of_size / parameters**a) ** p + (of_tokens / (tokens - before) ** b) ** p) ** (1 / p)
 
 
 def target(steps=4000, share=0.1):
     recipe = load_recipe("tiny", {"training.steps": steps})
     rungs = choose_rungs(recipe, VOCAB, share)
-    return rungs, 1_310_720, steps * 4096
+    return rungs, TINY, steps * 4096
 
 
 def test_a_ladder_is_within_its_share_of_the_compute_and_its_rungs_are_not_too_short():
-    rungs, _, tokens = target()
-    whole = 6 * 1_310_720 * tokens
+    rungs, parameters, tokens = target()
+    whole = 6 * (parameters + VOCAB * 128) * tokens
     assert cost(rungs) < 0.13 * whole  # attention comes on top of 6 N D
     assert min(rung.recipe.steps for rung in rungs) == 300
     assert len({rung.parameters for rung in rungs}) >= 3
@@ -46,15 +48,15 @@ def test_a_share_that_is_too_small_is_refused_with_the_one_that_is_not():
 
 def test_a_ladder_that_is_far_from_its_run_says_with_which_share_it_would_not_be():
     recipe = load_recipe("modern-124m", {"training.steps": 1280})
-    far = plan_ladder(recipe, 50257, 0.1)
+    far = plan_ladder(recipe, 50257, 0.1, 4.4)
     assert far.is_far
     assert 0.1 < far.enough < 0.25
-    assert not plan_ladder(recipe, 50257, far.enough).is_far
+    assert not plan_ladder(recipe, 50257, far.enough, 4.4).is_far
 
 
 def law_of(rungs, losses, **options):
     measured = [Measured(one.name, one.parameters, one.tokens, loss) for one, loss in zip(rungs, losses, strict=True)]
-    return fit_law(measured, "ladder", **options)
+    return fit_law(measured, "ladder", Goal(TINY, 4000 * 4096, 4096, BYTES_PER_TOKEN), **options)
 
 
 def test_a_law_without_noise_predicts_the_run():
@@ -80,9 +82,10 @@ def test_the_interval_covers_what_comes_out_in_about_four_runs_of_five():
     rungs, parameters, tokens = target()
     random, hits, errors, widths = np.random.default_rng(4), [], [], []
     for _ in range(12):
-        powers, p = random.normal(0.25, 0.06, 2), random.uniform(2, 4)
-        parts = random.uniform(0.5, 1.5, 2) * (parameters ** powers[0], tokens ** powers[1])  # at the run
-        terms = (random.uniform(2, 3), parts[0], powers[0], parts[1], powers[1], p)
+        powers, p = random.normal((0.11, 0.16), (0.03, 0.04)), random.uniform(2, 3.5)
+        parts = random.uniform(1.5, 2.5, 2) * (parameters ** powers[0], tokens ** powers[1])  # at the run
+        before = 4096 * abs(random.normal(0, 80))
+        terms = (random.uniform(0.8, 1.8), parts[0], powers[0], parts[1], powers[1], before, p)
         losses = [noisy(random, true_loss(one.parameters, one.tokens, terms)) for one in rungs]
         law = law_of(rungs, losses, count=50)
         said, came = law.predict(parameters, tokens), noisy(random, true_loss(parameters, tokens, terms))

@@ -33,7 +33,7 @@ def recipe(tmp_path):
 
 
 def test_a_ladder_that_was_killed_goes_on_and_its_law_is_found_beside_the_runs(recipe, tmp_path):
-    ladder = plan_ladder(recipe, VOCAB, 0.3)
+    ladder = plan_ladder(recipe, VOCAB, 0.3, 1.0)
     claim_ladder(ladder)
     here = Here()
     here.killed_after = 2
@@ -43,7 +43,7 @@ def test_a_ladder_that_was_killed_goes_on_and_its_law_is_found_beside_the_runs(r
     answer = run_ladder(ladder, make_runner(ladder.folder, here))
     assert [name for name, _ in here.trained] == [rung.name for rung in ladder.rungs[2:]]
     write_law(ladder, answer)
-    count = describe(recipe.model, VOCAB).multiplied
+    count = describe(recipe.model, VOCAB).in_blocks
     read = expected_loss(recipe, count, ladder.tokens)
     assert read.loss == answer.loss.loss
     assert read.low < read.loss < read.high
