@@ -224,7 +224,10 @@ class JaxEngine:
         """Train on a batch; the old state becomes invalid."""
         if self._device.platform == "gpu" and not self._saver.is_reserved:
             self._saver.reserve(state)
-        return self._step(state, batch)
+        state, metrics = self._step(state, batch)
+        for value in metrics:
+            value.copy_to_host_async()  # now: behind a checkpoint of this step they would wait for its 2 GB
+        return state, metrics
 
     @cached_property
     def _step(self) -> Any:
