@@ -1,7 +1,8 @@
-"""Trains a run in this process, on the devices that it finds, or in one of its own: for machines without Ray."""
+"""Trains a run in this process or in a subprocess, on the devices that it finds: for machines without Ray."""
 
 import contextlib
 import fcntl
+import os
 import subprocess
 import sys
 import tempfile
@@ -69,17 +70,18 @@ def train(recipe: Recipe, watch: Callable[[Event], None], until: int | None, alo
     return None
 
 
-def train_apart(recipe: Recipe, watch: Callable[[Event], None], until: int | None) -> RaygptError | None:
-    """The same in a process of its own, so that several can run at once; `watch` hears nothing. Threads of one process
-    cannot: JAX compiles cuDNN's attention by capturing a stream."""
+def train_in_subprocess(recipe: Recipe, watch: Callable[[Event], None], until: int | None) -> RaygptError | None:
+    """The same in a subprocess, so that several can run at once; `watch` is not called. Threads of one process cannot:
+    JAX compiles cuDNN's attention by capturing a stream."""
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several share the GPU
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(recipe.to_yaml())
         file.flush()
         words = [sys.executable, __file__, file.name, *([] if until is None else [str(until)])]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     if done.returncode == 0:
         return None
-    why = done.stderr.strip().splitlines()[-1]
+    why = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
     return DivergedError(why) if done.returncode == DIVERGED else RaygptError(f"{recipe.run.name}: {why}")
 
 

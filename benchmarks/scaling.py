@@ -17,6 +17,7 @@ from typing import Any
 import in_process
 import record
 
+from raygpt.errors import RaygptError
 from raygpt.sweep.grid import base_of
 from raygpt.sweep.runner import Leg, Runner, prepare_corpus
 from raygpt.sweep.scaling import claim_ladder, plan_ladder, run_ladder, write_law
@@ -43,8 +44,8 @@ def figures(recipe: str, words: list[str], share: float, jobs: int) -> dict[str,
     in_full = in_steps(base, corpus.windows(base.model.context))
     ladder = plan_ladder(in_full, corpus.tokenizer.vocab, share, corpus.bytes_per_token)
     claim_ladder(ladder)
-    quietly = lambda leg, event: None  # noqa: E731
-    runs = Runner(ladder.folder, jobs, quietly, lambda: None, threading.Event(), in_process.train_apart)
+    stopping, train = threading.Event(), in_process.train_in_subprocess
+    runs = Runner(ladder.folder, jobs, lambda leg, event: None, lambda: None, stopping, train)
     began = time.monotonic()
     answer = run_ladder(ladder, runs)
     write_law(ladder, answer)
@@ -53,6 +54,8 @@ def figures(recipe: str, words: list[str], share: float, jobs: int) -> dict[str,
     run = ladder.recipe.run.model_copy(update={"name": f"{ladder.recipe.run.name}-run"})
     itself = Leg(ladder.recipe.model_copy(update={"run": run}))
     runs.train([itself])
+    if runs.diverged:
+        raise RaygptError(f"{', '.join(runs.diverged)} diverged")
     return {
         "predicted": answer.loss.loss,
         "low": float(answer.loss.low),
@@ -65,7 +68,8 @@ def figures(recipe: str, words: list[str], share: float, jobs: int) -> dict[str,
         "run_seconds": time.monotonic() - began - took,
         "law": answer.law.terms,
         "noise": answer.law.noise,
-        "rungs": [(rung.run, rung.loss) for rung in answer.law.rungs],
+        "bytes_per_token": ladder.bytes_per_token,
+        "rungs": [(rung.run, rung.parameters, rung.tokens, rung.loss) for rung in answer.law.rungs],
     }
 
 

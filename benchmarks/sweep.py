@@ -38,6 +38,8 @@ def main() -> None:
     parser.add_argument("--folder", help="where the runs are kept; without it they are deleted")
     parser.add_argument("--name", help="of the results file; none is written without it")
     arguments = parser.parse_intermixed_args()
+    if arguments.jobs > 1 and not arguments.without_ray:
+        parser.error("--jobs: only with --without-ray; a cluster decides how many run at once")
     kept = contextlib.nullcontext(arguments.folder) if arguments.folder else tempfile.TemporaryDirectory()
     with kept as folder:
         words = [*arguments.words, f"run.storage={folder}"]
@@ -81,7 +83,9 @@ def here(recipe: str, words: list[str], is_whole: bool, jobs: int) -> dict[str, 
     sweep = grid.plan_sweep(recipe, overrides, axes, windows, is_whole)
     grid.claim(sweep.folder, grid.definition_of(sweep))
     stopping = threading.Event()
-    runs = Runner(sweep.folder, jobs, lambda leg, event: None, lambda: None, stopping, train_one=in_process.train_apart)
+    runs = Runner(
+        sweep.folder, jobs, lambda leg, event: None, lambda: None, stopping, train_one=in_process.train_in_subprocess
+    )
     return grid.as_dict(grid.run_sweep(sweep, runs, print))
 
 

@@ -17,7 +17,7 @@ from raygpt.corpus.sources import Source, is_path, resolve
 from raygpt.corpus.store import PLAN, TokenStore, is_complete, open_store
 from raygpt.errors import RaygptError
 
-BEGINNING = 2**16  # tokens
+SAMPLED_TOKENS = 2**16
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Mixture:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text that a token stands for, in the beginning of the validation text; 0 if it has none."""
+        """Bytes of text that a token stands for, by the first tokens of the validation text; 0 if there is none."""
         lengths = np.array(tokenizers.byte_lengths(self.tokenizer))
         streams = [store.val for store in self.stores if len(store.val)]
-        counted = [lengths[stream.windows([0], min(len(stream), BEGINNING))].mean() for stream in streams]
-        return float(np.mean(counted)) if counted else 0.0
+        means = [lengths[stream.windows([0], min(len(stream), SAMPLED_TOKENS))].mean() for stream in streams]
+        return float(np.average(means, weights=[len(stream) for stream in streams])) if streams else 0.0
 
     def windows(self, context: int) -> int:
         """Number of windows of all stores: an epoch."""

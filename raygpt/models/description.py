@@ -53,8 +53,8 @@ class Description:
         return self.count - sum(prod(self.shapes[name]) for name in self.token_tables if name != self.output_table)
 
     @property
-    def in_blocks(self) -> int:
-        """The number of parameters of the blocks: those without any table."""
+    def block_parameters(self) -> int:
+        """The number of parameters of all blocks: without embeddings, head and final norm."""
         return sum(prod(self.shapes[p.name]) for p in self.parameters if p.is_stacked)
 
     @property

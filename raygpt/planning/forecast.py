@@ -148,7 +148,7 @@ def forecast(recipe: Recipe, target: Target, corpus: Corpus | None = None, devic
     seconds = step_time(known, corpus.vocab, devices, target, mesh, split.micro_rows, split.accumulation, precision)
     description = describe(known.model, corpus.vocab)
     tokens = known.steps * known.training.batch_tokens
-    loss = expected_loss(known, description.in_blocks, tokens)
+    loss = expected_loss(known, description.block_parameters, tokens)
     return Forecast(
         known, target, corpus, devices, split, fits, seconds, description.count, description.flops_per_token, loss
     )

@@ -3,11 +3,11 @@
     L(N, D) = E + ((A / N^a)^p + (B / (D - S)^b)^p)^(1/p)
 
 What a model lacks in size and what it lacks in text add up with p = 1, as in Hoffmann's law. With a larger p the larger
-of the two counts more, as in Kaplan's: a model that is too small gains less from more text. S is how much text it takes
-until a model begins to learn more than which tokens are frequent.
+of the two counts more, as in Kaplan's: a model that is too small gains less from more text. S are the tokens of the
+first steps, in which a model only learns token frequencies.
 
-N is `description.in_blocks`, D the tokens that a run trains on, repeated or not; L the validation loss at the end
-of the schedule, in nats per token. A law is a file in a folder beside the runs, RUN_STORAGE/NAME/scaling.json:
+N is `description.block_parameters`, D the tokens that a run trains on, repeated or not; L the validation loss at the
+end of the schedule, in nats per token. A law is a file in a folder beside the runs, RUN_STORAGE/NAME/scaling.json:
 
     {"format": 3,
      "family": {...},                       what `family_of(recipe)` returned for the recipe of the ladder
@@ -89,7 +89,7 @@ class Law:
 
     def _about(self, parameters: int, tokens: int) -> str:
         """What the law was fitted to, and how far beyond that it is asked."""
-        largest = max(1.0 * rung.parameters * rung.tokens for rung in self.rungs)
+        largest = max(rung.parameters * rung.tokens for rung in self.rungs)
         times = parameters * tokens / largest
         beyond = f", {times:,.0f} times the largest one's size × tokens" if times > 1.5 else ""
         return f"a law fitted to {len(self.rungs)} runs in {self.name}{beyond}"
@@ -132,7 +132,7 @@ def doublings(size: Any, tokens: Any) -> Any:
 
 def law_loss(terms: Any, parameters: Any, tokens: Any) -> NDArray[np.float64]:
     """L(N, D), of numbers or arrays."""
-    floor, of_size, size_power, of_tokens, tokens_power, before, p = terms
-    learnt_from = np.maximum(tokens - before, LEAST_LEARNT_FROM * tokens)
+    floor, of_size, size_power, of_tokens, tokens_power, offset, p = terms
+    learnt_from = np.maximum(tokens - offset, LEAST_LEARNT_FROM * tokens)
     lacks_size, lacks_text = of_size * parameters**-size_power, of_tokens * learnt_from**-tokens_power
     return np.asarray(floor + (lacks_size**p + lacks_text**p) ** (1 / p))

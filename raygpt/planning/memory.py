@@ -63,9 +63,11 @@ def step_memory(
     else:
         remat, is_jax = recipe.training.remat, recipe.engine == "jax"
         table = 4 * shards.count(description.by_name[description.output_table])
-        # PyTorch makes rounded copies again with the layers; JAX sums the output table's gradient over chunks.
+        # PyTorch makes rounded copies again with the layers. The gradient of the whole output table is summed over
+        # chunks of tokens, by JAX beside a chunk's part.
         copies = shards.gathered(devices.number_bytes, of_layers=is_jax or remat != "blocks")
-        loss = backward = Memory(*state, summed, at_loss, logits, copies + (2 * table if is_jax else 0))
+        sums = 4 * shards.output_table * (2 if is_jax else mesh["fsdp"] > 1)
+        loss = backward = Memory(*state, summed, at_loss, logits, copies + sums)
         if remat != "none":
             begun = table + (4 * shards.stacked if is_jax else 0)  # JAX's loop has room for all layers' gradients
             backward = Memory(*state, begun + summed, at_backward, 0, copies)
@@ -110,12 +112,12 @@ class Shards:
 
     def gathered(self, number_bytes: int, of_layers: bool = True) -> int:
         """Bytes of the copies that are computed with: rounded ones of all parameters, or of all but the layers'; if
-        those are sharded, of the token tables and two layers, and the sum of the output table's gradient."""
+        those are sharded, of the token tables and two layers."""
         if self.mesh["fsdp"] == 1:
             copied = self.own if of_layers else self.own - self.stacked
             return copied * number_bytes if number_bytes < 4 else 0
         tables = sum(self.count(p, ("tensor",)) for p in self.description.parameters if "vocabulary" in p.axes)
-        return (tables + 2 * self.gathered_layer) * number_bytes + 4 * self.output_table
+        return (tables + 2 * self.gathered_layer) * number_bytes
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 def show_plan(ladder: "Ladder", at_once: int) -> None:
     """The rungs, and their compute beside that of the run."""
     rows = [
-        (rung.name, f"{chart.short(rung.parameters)} parameters, {rung.recipe.steps:,} steps, {rung.flops:.1e} FLOPs")
+        (
+            rung.name,
+            f"{chart.short(rung.parameters)} parameters in blocks, {rung.recipe.steps:,} steps, {rung.flops:.1e} FLOPs",
+        )
         for rung in ladder.rungs
     ]
     rows.append(("compute", f"{ladder.share:.1%} of the run's {ladder.flops:.2e} FLOPs; {at_once} at once"))

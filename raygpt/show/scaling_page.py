@@ -21,7 +21,7 @@ def scaling_page(ladder: "Ladder", answer: "Answer") -> str:
     figures = [
         ("predicted validation loss", f"{loss.loss:.4f}"),
         ("four runs of five", f"{loss.low:.4f} to {loss.high:.4f}"),
-        ("parameters of the law", chart.short(ladder.parameters)),
+        ("parameters in blocks", chart.short(ladder.parameters)),
         ("tokens", chart.short(ladder.tokens)),
         ("of the run's compute", f"{ladder.share:.1%}"),
     ]
@@ -41,12 +41,13 @@ def scaling_page(ladder: "Ladder", answer: "Answer") -> str:
 
 
 def law_text(answer: "Answer") -> str:
-    """L(N, D) = 1.3 + ((25 / N^0.18)^4 + (16 / D^0.13)^4)^(1/4)"""
+    """L(N, D) = 1.2 + ((8 / N^0.09)^2.5 + (19 / (D - 4e4)^0.15)^2.5)^(1/2.5)"""
     terms = answer.law.terms
+    tokens = f"(D - {terms['S']:.3g})" if terms["S"] >= 1 else "D"
     return (
         f"L(N, D) = {terms['E']:.3g} + (({terms['A']:.4g} / N^{terms['a']:.3f})^{terms['p']:g} + "
-        f"({terms['B']:.4g} / (D - {terms['S']:.3g})^{terms['b']:.3f})^{terms['p']:g})^(1/{terms['p']:g}), "
-        f"fitted to {len(answer.law.rungs)} runs, which deviate from it by {answer.law.noise:.1%}"
+        f"({terms['B']:.4g} / {tokens}^{terms['b']:.3f})^{terms['p']:g})^(1/{terms['p']:g}), "
+        f"fitted to {len(answer.law.rungs)} runs, whose noise is taken as {answer.law.noise:.1%}"
     )
 
 

@@ -51,8 +51,7 @@ class _Candidate:
     share: float  # of the run's compute
     size: float  # of the run's
     tokens: float
-
-    step: float  # tokens of a step, of the run's
+    step: float  # a step's share of the run's tokens
 
     @cached_property
     def information(self) -> Any:
@@ -152,7 +151,7 @@ def _error(chosen: Sequence[_Candidate]) -> float:
 def _rung(recipe: Recipe, vocab: int) -> Rung:
     description = describe(recipe.model, vocab)
     flops = float(description.flops_per_token) * recipe.steps * recipe.training.batch_tokens
-    return Rung(recipe, description.in_blocks, flops)
+    return Rung(recipe, description.block_parameters, flops)
 
 
 def _smaller(recipe: Recipe, vocab: int) -> list[Recipe]:

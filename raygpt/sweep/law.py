@@ -1,12 +1,11 @@
 """Fits L(N, D) = E + ((A / N^a)^p + (B / (D - S)^b)^p)^(1/p) to the losses of a ladder, with its uncertainty.
 
 Residuals are relative; those of rungs far from the run count less, and large ones by their size, not its square
-(Huber), so that one bad rung does not decide. A ladder has few rungs, so its law is drawn towards what is assumed
-beforehand: powers, a floor for each byte of text, and that a model learns from its first steps. It is what 29 runs of
-`tiny`'s family and 8 of modern-124m's agree on (benchmarks/LOG.md). The uncertainty is that of the losses and of these
-assumptions: the fit is repeated with losses that vary by their noise, and other assumptions.
+(Huber), so that one bad rung does not decide. A ladder has few rungs, so the powers, the floor E for each byte of text
+and S have priors: what 29 runs of `tiny`'s family and 8 of modern-124m's agree on (benchmarks/LOG.md). The uncertainty
+is that of the losses and of the priors: the fit is repeated with losses that vary by their noise, and other priors.
 
-The same assumptions say beforehand how well a ladder would predict: `expected_error`.
+The same priors say beforehand how well a ladder would predict: `expected_error`.
 """
 
 from collections.abc import Sequence
@@ -21,15 +20,15 @@ from raygpt.planning.loss import MISFIT, TERMS, Law, Measured, doublings, law_lo
 P, OTHER_P = 2.5, (2.0, 3.5)
 POWERS, POWERS_SPREAD = np.array([0.11, 0.16]), np.array([0.04, 0.05])  # a and b
 FLOOR, FLOOR_SPREAD = 0.35, 0.3  # nats of a byte of text, and the spread of its logarithm
-BEFORE = 120.0  # steps, the spread of S
-MOST_BEFORE = 0.85  # of the shortest rung: the most that S can be
+OFFSET = 120.0  # steps: the standard deviation of S, whose prior is half of a normal distribution
+MOST_OFFSET = 0.85  # of the shortest rung: the most that S can be
 SAMPLES = 200
 USUAL_NOISE = 0.004  # between seeds of one small run, relative; residuals of a few rungs may be smaller by chance
 OUTLIER = 3.0  # times the noise: from here on a residual counts by its size
 LEAST_FREEDOM = 1.0
-# What is assumed of a run before any rung, whose loss is 1: its floor, what size and text add to it, and their powers.
-ASSUMED = np.array([0.35, 0.5, POWERS[0], 0.5, POWERS[1]])
-ASSUMED_SPREAD = np.array([FLOOR_SPREAD * 0.35, 0.3, POWERS_SPREAD[0], 0.3, POWERS_SPREAD[1]])
+# The prior of a run whose loss is 1: its floor, what size and text add to it, and their powers.
+RUN = np.array([0.35, 0.5, POWERS[0], 0.5, POWERS[1]])
+RUN_SPREAD = np.array([FLOOR_SPREAD * 0.35, 0.3, POWERS_SPREAD[0], 0.3, POWERS_SPREAD[1]])
 Array = NDArray[np.float64]
 
 
@@ -43,40 +42,41 @@ class Goal(NamedTuple):
 
 
 def fit_law(rungs: Sequence[Measured], name: str, goal: Goal, count: int = SAMPLES) -> Law:
-    """Fit the rungs of a ladder of this name, and again `count` times with other losses and assumptions."""
+    """Fit the rungs of a ladder of this name, and again `count` times with other losses and priors."""
     sizes, tokens, losses = (
         np.array([float(getattr(rung, key)) for rung in rungs]) for key in ("parameters", "tokens", "loss")
     )
     middle = _Scale(float(np.exp(np.log(sizes).mean())), float(np.exp(np.log(tokens).mean())))
     floor = min(FLOOR * goal.bytes_per_token, 0.9 * float(losses.min()))
-    usual = _Assumed(floor, POWERS, 0.0, P)
+    usual = _Prior(floor, POWERS, 0.0, P)
     noises = _noise(sizes / goal.parameters, tokens / goal.tokens)
     fit = _Fit(sizes / middle.parameters, tokens / middle.tokens, goal.step_tokens / middle.tokens, noises)
     whole = fit.run(losses, usual)
     residuals = np.log(losses) - np.log(fit.losses(whole))
-    freedom = max(LEAST_FREEDOM, len(rungs) - 4.0)  # of six terms, half are assumed
-    noise = max(USUAL_NOISE, float(np.sqrt((residuals**2).sum() / freedom)))
+    freedom = max(LEAST_FREEDOM, len(rungs) - 3.0)  # of six terms, three have narrow priors
+    more = max(1.0, float(np.sqrt(((residuals / noises) ** 2).sum() / freedom)))  # noise than expected
     random, samples = np.random.default_rng(0), []
     for _ in range(count):
-        varied = losses * (1 + noise * random.standard_normal(len(rungs)))
+        varied = losses * (1 + more * noises * random.standard_normal(len(rungs)))
         samples.append(middle.terms(fit.run(varied, usual.varied(random), whole)))
-    return Law(dict(zip(TERMS, middle.terms(whole), strict=True)), np.array(samples), noise, tuple(rungs), name)
+    terms = dict(zip(TERMS, middle.terms(whole), strict=True))
+    return Law(terms, np.array(samples), more * USUAL_NOISE, tuple(rungs), name)
 
 
 @dataclass(frozen=True)
-class _Assumed:
-    """What a law is drawn towards."""
+class _Prior:
+    """What is known of a law before any rung."""
 
     floor: float
     powers: Array
-    before: float  # steps
+    offset: float  # steps
     p: float
 
-    def varied(self, random: np.random.Generator) -> "_Assumed":
-        """Other assumptions that are as good."""
+    def varied(self, random: np.random.Generator) -> "_Prior":
+        """Another one that is as good."""
         floor = self.floor * float(np.exp(FLOOR_SPREAD * random.standard_normal()))
         powers = np.maximum(random.normal(self.powers, POWERS_SPREAD), 0.02)
-        return _Assumed(floor, powers, BEFORE * float(random.standard_normal()), random.uniform(*OTHER_P))
+        return _Prior(floor, powers, OFFSET * float(random.standard_normal()), random.uniform(*OTHER_P))
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class _Scale:
 
     def terms(self, found: Array) -> list[float]:
         """E, A, a, B, b, S, p in plain units."""
-        floor, of_size, a, of_tokens, b, before, p = (float(value) for value in found)
-        return [floor, of_size * self.parameters**a, a, of_tokens * self.tokens**b, b, before * self.tokens, p]
+        floor, of_size, a, of_tokens, b, offset, p = (float(value) for value in found)
+        return [floor, of_size * self.parameters**a, a, of_tokens * self.tokens**b, b, offset * self.tokens, p]
 
 
 @dataclass(frozen=True)
@@ -104,32 +104,32 @@ class _Fit:
     def losses(self, found: Array) -> Array:
         return law_loss(found, self.sizes, self.tokens)
 
-    def run(self, losses: Array, assumed: _Assumed, start: Array | None = None) -> Array:
+    def run(self, losses: Array, prior: _Prior, start: Array | None = None) -> Array:
         """The terms that fit these losses best."""
         from scipy.optimize import least_squares
 
-        lowest, spread = float(losses.min()), BEFORE * self.step
+        lowest, spread = float(losses.min()), OFFSET * self.step
 
         def residuals(found: Array) -> Array:
-            relative = (np.log(self.losses(np.append(found, assumed.p))) - np.log(losses)) / self.noises
-            floor = np.log(found[0] / assumed.floor) / FLOOR_SPREAD
-            before = found[5] / spread - assumed.before / BEFORE
-            return np.concatenate([relative, (found[[2, 4]] - assumed.powers) / POWERS_SPREAD, [floor, before]])
+            relative = (np.log(self.losses(np.append(found, prior.p))) - np.log(losses)) / self.noises
+            floor = np.log(found[0] / prior.floor) / FLOOR_SPREAD
+            offset = found[5] / spread - prior.offset / OFFSET
+            return np.concatenate([relative, (found[[2, 4]] - prior.powers) / POWERS_SPREAD, [floor, offset]])
 
         a, b = POWERS
         first = [0.4 * lowest, 0.5 * lowest, a, 0.5 * lowest, b, 0.1 * spread] if start is None else start[:6]
-        most = [0.999 * lowest, 10 * lowest, 1.0, 10 * lowest, 1.0, MOST_BEFORE * self.tokens.min()]
+        most = [0.999 * lowest, 10 * lowest, 1.0, 10 * lowest, 1.0, MOST_OFFSET * self.tokens.min()]
         bounds = [1e-3 * lowest, 1e-6, 0.01, 1e-6, 0.01, 0.0], most
         inside = np.clip(first, np.array(bounds[0]) + 1e-9, np.array(bounds[1]) - 1e-9)
         units = [1, 1, 0.1, 1, 0.1, spread]
         found = least_squares(residuals, inside, bounds=bounds, loss="huber", f_scale=OUTLIER, x_scale=units).x
-        return np.append(found, assumed.p)
+        return np.append(found, prior.p)
 
 
 def expected_error(information: Sequence[Array], step: float) -> float:
     """The relative standard deviation of a run's prediction from rungs that say this much each. `step`: the part of
     the run's tokens that a step has."""
-    known = sum(information, np.diag(np.append(ASSUMED_SPREAD, BEFORE * step) ** -2.0))
+    known = sum(information, np.diag(np.append(RUN_SPREAD, OFFSET * step) ** -2.0))
     slope = _slope(1.0, 1.0, step)
     return float(np.sqrt(slope @ np.linalg.solve(known, slope)))
 
@@ -149,7 +149,7 @@ def _noise(size: float | Array, tokens: float | Array) -> Array:
 
 def _slope(size: float, tokens: float, step: float) -> Array:
     """How the logarithm of a loss depends on the law's terms."""
-    middle = np.append(ASSUMED, 0.5 * BEFORE * step)
-    change = 1e-4 * np.diag([1, 1, 1, 1, 1, BEFORE * step])
+    middle = np.append(RUN, 0.5 * OFFSET * step)
+    change = 1e-4 * np.diag([1, 1, 1, 1, 1, OFFSET * step])
     ends = [np.log(law_loss([*(middle + sign * one), P], size, tokens)) for one in change for sign in (1, -1)]
     return np.asarray(np.diff(np.array(ends).reshape(6, 2)[:, ::-1], axis=1)[:, 0] / (2 * change.sum(1)))

@@ -64,11 +64,15 @@ class Answer:
 
 def plan_ladder(recipe: Recipe, vocab: int, share: float, bytes_per_token: float) -> Ladder:
     """The ladder of a recipe, whose run is named for the ladder; refuses a share of the compute that is too small."""
+    if not bytes_per_token:
+        raise RaygptError("data.val: holds out no text, so there would be no loss to predict; write e.g. 0.05")
     description = describe(recipe.model, vocab)
     flops = float(description.flops_per_token) * recipe.steps * recipe.training.batch_tokens
     rungs = choose_rungs(recipe, vocab, share)
     enough = share_to_come_near(recipe, vocab)
-    return Ladder(run_folder_of(recipe), recipe, tuple(rungs), description.in_blocks, bytes_per_token, flops, enough)
+    return Ladder(
+        run_folder_of(recipe), recipe, tuple(rungs), description.block_parameters, bytes_per_token, flops, enough
+    )
 
 
 def run_ladder(ladder: Ladder, runner: Runner) -> Answer:

@@ -88,6 +88,9 @@ def test_bytes_of_a_token_are_those_of_the_validation_text(tmp_path: Path, texts
     mixture = mixed(tmp_path, texts["first"], tokenizer="bpe:300", val=texts["own"])
     (store,) = mixture.stores
     assert mixture.bytes_per_token == pytest.approx(sum(len(text.encode()) for text in OWN) / len(store.val))
+    both = mixed(tmp_path, texts["first"], texts["second"], tokenizer="bpe:300", val=0.3)
+    documents = [text for store in both.stores for text in decoded(both, store.val)]
+    assert both.bytes_per_token == pytest.approx(sum(len(text.encode()) for text in documents) / both.val_tokens)
 
 
 def test_rows_come_from_the_stores_by_their_weights(tmp_path: Path, texts: dict[str, str]) -> None:

@@ -68,7 +68,8 @@ def test_a_ladder_of_gpt2s_published_sizes_is_one_family():
     assert family_of(small) == family_of(medium)
 
 
-def test_a_table_that_is_only_looked_up_does_not_count():
-    tied, untied = (describe(load_recipe(name).model, 50257) for name in ("gpt2-124m", "modern-124m"))
-    assert tied.multiplied == 124_439_808  # GPT-2's table is its head too
-    assert untied.multiplied == untied.count - 50257 * 768
+def test_tables_do_not_count():
+    modern = describe(load_recipe("modern-124m").model, 50257)
+    assert modern.block_parameters == modern.count - 2 * 50257 * 768 == 12 * 12 * 768**2
+    with_values = load_recipe("modern-124m", {"model.value_embeddings": 3}).model
+    assert describe(with_values, 50257).block_parameters == modern.block_parameters

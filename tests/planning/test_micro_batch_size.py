@@ -157,17 +157,24 @@ def test_the_estimate_is_within_5_percent_of_the_peak_on_an_h200(engine, fused, 
     assert got.memory_bytes / GIB == pytest.approx(gib, rel=0.05)
 
 
-def test_plans_are_near_what_one_h200_measured(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "fitting", "beyond", "slow"),
+    # The plan of the last one was 15 % too short; why is not known.
+    [("plan-h200", 15, 0, ["torch modern-124m 32x2048"]), ("plan-h200-large", 11, 4, [])],
+)
+def test_plans_are_near_what_one_h200_measured(name, fitting, beyond, slow, monkeypatch):
     """benchmarks/plan.py, whose cases they are: memory within 5 %, time within 10 % of their engine's median."""
     file = CHECKOUT / "benchmarks" / "plan.py"
     monkeypatch.syspath_prepend(file.parent)
     benchmark = runpy.run_path(str(file))
-    figures = json.loads((file.parent / "results" / "plan-h200.json").read_text())["figures"]
+    figures = json.loads((file.parent / "results" / f"{name}.json").read_text())["figures"]
     rows = benchmark["compared"](figures, parse_target("h200"))
-    assert len(rows) == 15
-    assert max(abs(row["memory_off"]) for row in rows) < 0.05
-    late = [row["case"].name for row in rows if abs(row["time_off"]) >= 0.1]
-    assert late == ["torch modern-124m 32x2048"]  # 15 % longer than planned; why is not known
+    fits = [row for row in rows if row["measured"]["fits"]]
+    others = [row["plan"] for row in rows if not row["measured"]["fits"]]
+    assert (len(fits), len(others)) == (fitting, beyond)
+    assert max(abs(row["memory_off"]) for row in fits) < 0.05
+    assert [row["case"].name for row in fits if abs(row["time_off"]) >= 0.1] == slow
+    assert all(plan["gib"] > plan["limit"] for plan in others)
 
 
 def test_attention_that_keeps_its_scores_needs_as_much_again():

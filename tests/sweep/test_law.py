@@ -13,7 +13,7 @@ from raygpt.sweep.scaling import plan_ladder
 VOCAB = 4096
 TINY = 4 * 12 * 128**2  # parameters of its blocks
 BYTES_PER_TOKEN = 3.5
-TRUE = (1.3, 7.5, 0.1, 30.0, 0.16, 2e5, 3.0)  # E, A, a, B, b, S, p: a loss of 3.9 for tiny after 4,000 steps
+TRUE = (1.3, 7.5, 0.1, 30.0, 0.16, 2e5, 3.0)  # E, A, a, B, b, S, p: a loss of 3.85 for tiny after 4,000 steps
 
 
 def true_loss(parameters, tokens, terms=TRUE):
@@ -54,15 +54,42 @@ def test_a_ladder_that_is_far_from_its_run_says_with_which_share_it_would_not_be
     assert not plan_ladder(recipe, 50257, far.enough, 4.4).is_far
 
 
-def law_of(rungs, losses, **options):
+def law_of(rungs, losses, bytes_per_token=BYTES_PER_TOKEN, **options):
     measured = [Measured(one.name, one.parameters, one.tokens, loss) for one, loss in zip(rungs, losses, strict=True)]
-    return fit_law(measured, "ladder", Goal(TINY, 4000 * 4096, 4096, BYTES_PER_TOKEN), **options)
+    return fit_law(measured, "ladder", Goal(TINY, 4000 * 4096, 4096, bytes_per_token), **options)
 
 
 def test_a_law_without_noise_predicts_the_run():
     rungs, parameters, tokens = target()
     found = law_of(rungs, [true_loss(one.parameters, one.tokens) for one in rungs])
     assert found.loss(parameters, tokens) == pytest.approx(true_loss(parameters, tokens), rel=0.01)
+
+
+def test_small_models_of_a_large_vocabulary_predict_a_large_one():
+    """benchmarks/results/scaling-modern-124m.json, and what came: the smallest had hardly begun to learn."""
+    losses = {
+        (2, 96, 300): 5.1928,
+        (2, 96, 450): 5.0317,
+        (2, 144, 300): 5.0945,
+        (3, 192, 300): 4.9256,
+        (2, 96, 900): 4.7644,
+        (6, 384, 600): 4.1353,
+    }
+    measured = [
+        Measured("rung", 12 * layers * width**2, steps * 32768, loss) for (layers, width, steps), loss in losses.items()
+    ]
+    law = fit_law(measured, "ladder", Goal(12 * 12 * 768**2, 2560 * 32768, 32768, 4.43))
+    said = law.predict(12 * 12 * 768**2, 2560 * 32768)
+    assert said.loss == pytest.approx(3.404, rel=0.015)
+    assert said.low < 3.404 < said.high
+    assert 50 < law.terms["S"] / 32768 < 255  # steps
+
+
+def test_the_floor_is_that_of_the_texts_bytes_where_rungs_leave_it_open():
+    rungs, *_ = target()
+    losses = [true_loss(one.parameters, one.tokens) for one in rungs]
+    floors = [law_of(rungs, losses, size).terms["E"] for size in (2.0, 4.0)]
+    assert floors[1] > 1.3 * floors[0]
 
 
 @pytest.mark.parametrize("wrong", [1, 3])

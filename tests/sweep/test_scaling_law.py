@@ -3,6 +3,7 @@
 import pytest
 from here import SMALL, Here, Killed, make_runner, write_text
 
+from raygpt.errors import RaygptError
 from raygpt.models import describe
 from raygpt.planning.loss import expected_loss
 from raygpt.recipes import load_recipe
@@ -43,7 +44,7 @@ def test_a_ladder_that_was_killed_goes_on_and_its_law_is_found_beside_the_runs(r
     answer = run_ladder(ladder, make_runner(ladder.folder, here))
     assert [name for name, _ in here.trained] == [rung.name for rung in ladder.rungs[2:]]
     write_law(ladder, answer)
-    count = describe(recipe.model, VOCAB).in_blocks
+    count = describe(recipe.model, VOCAB).block_parameters
     read = expected_loss(recipe, count, ladder.tokens)
     assert read.loss == answer.loss.loss
     assert read.low < read.loss < read.high
@@ -52,3 +53,8 @@ def test_a_ladder_that_was_killed_goes_on_and_its_law_is_found_beside_the_runs(r
     html = scaling_page(ladder, answer)
     assert f"{answer.loss.loss:.4f}" in html
     assert "http" not in html
+
+
+def test_without_validation_text_there_is_no_ladder(recipe):
+    with pytest.raises(RaygptError, match=r"data\.val: holds out no text"):
+        plan_ladder(recipe, VOCAB, 0.3, 0.0)

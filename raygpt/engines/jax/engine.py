@@ -226,7 +226,7 @@ class JaxEngine:
             self._saver.reserve(state)
         state, metrics = self._step(state, batch)
         for value in metrics:
-            value.copy_to_host_async()  # now: behind a checkpoint of this step they would wait for its 2 GB
+            value.copy_to_host_async()  # now: the copy of a checkpoint that follows would delay them
         return state, metrics
 
     @cached_property
