@@ -4,8 +4,8 @@
         data.val=enwiki2014/val.txt.xz
 
 Runs are processes on this machine's devices, without a Ray cluster; only text that is not prepared yet is prepared by
-Ray (`raygpt prepare SOURCE --nanogpt` makes a folder that needs none). `--storage` keeps the runs: the
-same command goes on.
+Ray (`raygpt prepare SOURCE --nanogpt` makes a folder that needs none). `--storage` keeps the runs: the same command
+goes on.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 What a model lacks in size and what it lacks in text add up with p = 1, as in Hoffmann's law. With a larger p the larger
 of the two counts more, as in Kaplan's: a model that is too small gains less from more text. S are the tokens of the
-first steps, in which a model only learns token frequencies.
+first steps, in which a model only learns token frequencies; it is fitted for the batches of the ladder.
 
 N is `description.block_parameters`, D the tokens that a run trains on, repeated or not; L the validation loss at the
 end of the schedule, in nats per token. A law is a file in a folder beside the runs, RUN_STORAGE/NAME/scaling.json:
@@ -35,7 +35,7 @@ SCALING = "scaling.json"
 FORMAT = 3
 TERMS = ("E", "A", "a", "B", "b", "S", "p")
 FEWEST_RUNGS = 4
-LEAST_LEARNT_FROM = 0.05  # of all tokens: for runs that end before they have begun to learn
+LEAST_COUNTED = 0.05  # of all tokens: for runs that are hardly longer than S
 MISFIT = 0.001  # by which a loss may be off its law, relative, for each doubling of size or tokens away from a rung
 DEVIATES = 64  # drawn for every sample of a law
 COVERED = (10, 90)  # percentiles: four runs of five
@@ -133,6 +133,6 @@ def doublings(size: Any, tokens: Any) -> Any:
 def law_loss(terms: Any, parameters: Any, tokens: Any) -> NDArray[np.float64]:
     """L(N, D), of numbers or arrays."""
     floor, of_size, size_power, of_tokens, tokens_power, offset, p = terms
-    learnt_from = np.maximum(tokens - offset, LEAST_LEARNT_FROM * tokens)
-    lacks_size, lacks_text = of_size * parameters**-size_power, of_tokens * learnt_from**-tokens_power
+    counted = np.maximum(tokens - offset, LEAST_COUNTED * tokens)
+    lacks_size, lacks_text = of_size * parameters**-size_power, of_tokens * counted**-tokens_power
     return np.asarray(floor + (lacks_size**p + lacks_text**p) ** (1 / p))

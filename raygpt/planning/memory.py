@@ -63,8 +63,8 @@ def step_memory(
     else:
         remat, is_jax = recipe.training.remat, recipe.engine == "jax"
         table = 4 * shards.count(description.by_name[description.output_table])
-        # PyTorch makes rounded copies again with the layers. The gradient of the whole output table is summed over
-        # chunks of tokens, by JAX beside a chunk's part.
+        # With `remat: blocks` PyTorch also rounds a layer's parameters again. The gradient of the whole output table is
+        # summed over chunks of tokens; JAX has a chunk's part beside the sum.
         copies = shards.gathered(devices.number_bytes, of_layers=is_jax or remat != "blocks")
         sums = 4 * shards.output_table * (2 if is_jax else mesh["fsdp"] > 1)
         loss = backward = Memory(*state, summed, at_loss, logits, copies + sums)

@@ -54,13 +54,13 @@ def fit_law(rungs: Sequence[Measured], name: str, goal: Goal, count: int = SAMPL
     whole = fit.run(losses, usual)
     residuals = np.log(losses) - np.log(fit.losses(whole))
     freedom = max(LEAST_FREEDOM, len(rungs) - 3.0)  # of six terms, three have narrow priors
-    more = max(1.0, float(np.sqrt(((residuals / noises) ** 2).sum() / freedom)))  # noise than expected
+    times = max(1.0, float(np.sqrt(((residuals / noises) ** 2).sum() / freedom)))  # the expected noise
     random, samples = np.random.default_rng(0), []
     for _ in range(count):
-        varied = losses * (1 + more * noises * random.standard_normal(len(rungs)))
+        varied = losses * (1 + times * noises * random.standard_normal(len(rungs)))
         samples.append(middle.terms(fit.run(varied, usual.varied(random), whole)))
     terms = dict(zip(TERMS, middle.terms(whole), strict=True))
-    return Law(terms, np.array(samples), more * USUAL_NOISE, tuple(rungs), name)
+    return Law(terms, np.array(samples), times * USUAL_NOISE, tuple(rungs), name)
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class _Fit:
 
 
 def expected_error(information: Sequence[Array], step: float) -> float:
-    """The relative standard deviation of a run's prediction from rungs that say this much each. `step`: the part of
-    the run's tokens that a step has."""
+    """The relative standard deviation of a run's prediction from rungs that say this much each. `step` is a
+    step's share of the run's tokens."""
     known = sum(information, np.diag(np.append(RUN_SPREAD, OFFSET * step) ** -2.0))
     slope = _slope(1.0, 1.0, step)
     return float(np.sqrt(slope @ np.linalg.solve(known, slope)))
@@ -142,7 +142,7 @@ def information_of(size: float, tokens: float, step: float) -> Array:
 
 
 def _noise(size: float | Array, tokens: float | Array) -> Array:
-    """By how much the loss of a rung may be off the run's law, whose size and tokens are so many times the run's."""
+    """The relative noise of a rung's loss around the run's law. Its size and tokens are measured from the run's."""
     noise: Array = np.hypot(USUAL_NOISE, MISFIT * doublings(size, tokens))
     return noise
 
