@@ -36,7 +36,8 @@ FORMAT = 3
 TERMS = ("E", "A", "a", "B", "b", "S", "p")
 FEWEST_RUNGS = 4
 LEAST_COUNTED = 0.05  # of all tokens: for runs that are hardly longer than S
-MISFIT = 0.001  # by which a loss may be off its law, relative, for each doubling of size or tokens away from a rung
+MISFIT = 0.001  # by which a rung's loss may be off its law, relative, for each doubling of size or tokens to the run
+FARTHER = 0.0035  # the same of the run's loss, to the nearest rung: root mean square of five tests
 DEVIATES = 64  # drawn for every sample of a law
 COVERED = (10, 90)  # percentiles: four runs of five
 # Keys of a model that change along a ladder of sizes, or do not decide the loss.
@@ -83,7 +84,7 @@ class Law:
         by_sample = law_loss(self.samples.T, parameters, tokens)
         deviates = np.random.default_rng(0).standard_normal((DEVIATES, len(by_sample)))
         nearest = min(doublings(rung.parameters / parameters, rung.tokens / tokens) for rung in self.rungs)
-        low, high = np.percentile(by_sample * (1 + np.hypot(self.noise, MISFIT * nearest) * deviates), COVERED)
+        low, high = np.percentile(by_sample * (1 + np.hypot(self.noise, FARTHER * nearest) * deviates), COVERED)
         middle = self.loss(parameters, tokens)
         return Loss(middle, min(low, middle), max(high, middle), self._about(parameters, tokens))
 

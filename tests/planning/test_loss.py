@@ -37,9 +37,9 @@ def test_the_loss_is_the_laws_and_its_interval_covers_four_runs_of_five(tmp_path
     got = expected_loss(tiny(tmp_path), 10**8, 10**9)
     loss = 1.7 + ((110 / 1e8**0.24) ** 3 + (180 / 9e8**0.25) ** 3) ** (1 / 3)
     assert got.loss == pytest.approx(loss)
-    away = 0.001 * np.hypot(np.log2(100), np.log2(10))  # from the rungs
+    away = 0.0035 * np.hypot(np.log2(100), np.log2(10))  # from the rungs
     deviation = (0.02**2 + (0.004 * loss) ** 2 + (away * loss) ** 2) ** 0.5
-    assert (got.low, got.high) == pytest.approx((loss - 1.28 * deviation, loss + 1.28 * deviation), abs=0.006)
+    assert (got.low, got.high) == pytest.approx((loss - 1.28 * deviation, loss + 1.28 * deviation), abs=0.012)
     assert got.rests_on == "a law fitted to 6 runs in ladder, 1,000 times the largest one's size × tokens"
 
 
