@@ -56,9 +56,8 @@ class Muon:
         gradients = [_gradient(parameter) for parameter in self._parameters]
         directions = list(means)
         for numbers in _batches({number: mean.shape for number, mean in enumerate(means)}):
-            both = _stacked(means, numbers), _stacked(gradients, numbers)
-            after, ahead = self._advance(*both, momentum, divisor, left_out, self._dtype)
-            torch._foreach_copy_([means[number] for number in numbers], after.unbind())
+            own = [means[number] for number in numbers], [gradients[number] for number in numbers]
+            ahead = self._advance(*own, momentum, divisor, left_out, self._dtype)
             for number, direction in zip(numbers, ahead, strict=True):
                 directions[number] = direction
         return directions
@@ -70,25 +69,43 @@ class Muon:
         for numbers in _batches({n: (w.shape, self._parameters[n].shape) for n, w in enumerate(weights)}):
             fan_out, fan_in = self._parameters[numbers[0]].shape
             by = lr, muon.shape_factor(fan_in, fan_out), settings.weight_decay, settings.cautious, left_out
-            changed = self._change(_stacked(weights, numbers), _stacked(updates, numbers), *by)
-            torch._foreach_copy_([weights[number] for number in numbers], changed.unbind())
+            self._change([weights[number] for number in numbers], [updates[number] for number in numbers], *by)
+
+
+# Compiled, these two read and write every array once, where it is: to stack the matrices first took two passes more.
 
 
 def _advance(
-    means: Tensor, gradients: Tensor, momentum: Tensor, divisor: Tensor, left_out: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The means after these gradients, and the directions."""
-    gradients = gradients / divisor
-    after = muon.mix(means, gradients, momentum)
-    return torch.where(left_out, means, after), muon.mix(after, gradients, momentum).to(dtype)
+    means: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    momentum: Tensor,
+    divisor: Tensor,
+    left_out: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Advance the means in place. Returns the directions [matrices, …]."""
+    directions = []
+    for mean, total in zip(means, gradients, strict=True):
+        gradient = total / divisor
+        after = muon.mix(mean, gradient, momentum)
+        directions.append(muon.mix(after, gradient, momentum).to(dtype))
+        mean.copy_(torch.where(left_out, mean, after))
+    return torch.stack(directions)
 
 
 def _change(
-    weights: Tensor, updates: Tensor, rate: Tensor, factor: float, decay: float, cautious: bool, left_out: Tensor
-) -> Tensor:
-    """The weights after these updates."""
-    updates = muon.decayed(factor * updates.to(weights.dtype), weights, decay, cautious)
-    return torch.where(left_out, weights, weights - rate * updates)
+    weights: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    rate: Tensor,
+    factor: float,
+    decay: float,
+    cautious: bool,
+    left_out: Tensor,
+) -> None:
+    """Change the weights in place."""
+    for weight, update in zip(weights, updates, strict=True):
+        change = muon.decayed(factor * update.to(weight.dtype), weight, decay, cautious)
+        weight.copy_(torch.where(left_out, weight, weight - rate * change))
 
 
 def _batches(kinds: Mapping[int, Hashable]) -> Iterator[list[int]]:
@@ -103,10 +120,6 @@ def _batches(kinds: Mapping[int, Hashable]) -> Iterator[list[int]]:
 def _gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None  # a matrix takes part in every step
     return local(parameter.grad)
-
-
-def _stacked(parts: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
-    return torch.stack([parts[number] for number in numbers])
 
 
 def _wide(matrix: Tensor) -> Tensor:
