@@ -74,6 +74,30 @@ MODERN = {
 }
 
 
+def test_of_a_block_that_is_computed_again_only_its_input_is_kept():
+    kept = []
+    for layers in (2, 4):
+        settings = {**MODERN, "layers": layers, "mlp": "relu2", "remat": "blocks", "precision": "bf16"}
+        kept.append(kept_by(make_engine(**settings)))
+    a_stream = ROWS // 2 * CONTEXT * MODERN["width"] * 2  # bytes of the rows of a micro-batch
+    assert (kept[1] - kept[0]) / 2 < 1.5 * a_stream
+
+
+def kept_by(engine):
+    """Bytes that a forward pass keeps for its backward pass, without parameters."""
+    state, batch, found = engine.start(), engine.put(WINDOWS[0]), {}
+    with (
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: found.setdefault(tensor.untyped_storage().data_ptr(), tensor), lambda tensor: tensor
+        ),
+        engine._autocast,
+    ):
+        state.module(batch.inputs[0], batch.targets[0], batch.weights[0], None)
+    for parameter in state.parameters.values():
+        found.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
 @pytest.mark.parametrize("settings", [{"mlp": "swiglu"}, {"mlp": "relu2", "remat": "products"}])
 def test_a_modern_model_compiled_in_bf16_is_the_cpus_fp32_but_for_rounding(settings):
     on_cpu, on_gpu = (make_engine(device, **MODERN, **settings) for device in ("cpu", "cuda"))

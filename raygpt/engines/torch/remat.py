@@ -1,5 +1,6 @@
 """Saves memory by recomputation: what a block's backward pass needs is computed again instead of stored."""
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -22,11 +23,13 @@ def recompute(block: nn.Module, what: str) -> None:
     """Make a block keep everything (`none`), only its matrix products (`products`), or only its input (`blocks`)."""
     if what == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # dropout uses keys
-    if what == "products":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
-    block.forward = partial(checkpoint, block.forward, **options)
+    # Dropout uses keys, so there is no random state. `blocks` has a policy too: without one the compiler keeps the
+    # results of Triton kernels.
+    contexts = partial(create_selective_checkpoint_contexts, partial(_policy, PRODUCTS if what == "products" else ()))
+    block.forward = partial(
+        checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+    )
 
 
-def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(kept: Collection[Any], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
