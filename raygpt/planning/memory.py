@@ -16,9 +16,10 @@ from raygpt.engines.padding import padded_vocab
 from raygpt.models import Description, Parameter, describe
 
 TPU_LANES = 128  # of its vector unit: an array's last axis takes a multiple
-MUON_BYTES = {"jax": 12, "torch": 10}  # of each matrix's numbers: directions in fp32, and copies of them
-LOGIT_BYTES = 10  # of a chunk without kernels: fp32, their exponentials, their gradient in 16 bits
-TPU_LOGIT_BYTES, TPU_CAPPED_LOGIT_BYTES = 6, 8  # fp32 and 16-bit gradient; a soft-cap's slope is fp32 as well
+MUON_BYTES = {"jax": 12, "torch": 8}  # of each matrix's numbers: directions, in fp32 or 16 bits, and copies of them
+# Of a chunk without kernels: fp32, and their gradient in 16 bits; a soft-cap's slope is fp32 as well. On CPUs the
+# exponentials are not fused.
+LOGIT_BYTES, CAPPED_LOGIT_BYTES, CPU_LOGIT_BYTES = 6, 8, 10
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,17 @@ def step_memory(
     else:
         remat, is_jax = recipe.training.remat, recipe.engine == "jax"
         table = 4 * shards.count(description.by_name[description.output_table])
-        # With `remat: blocks` PyTorch also rounds a layer's parameters again. The gradient of the whole output table is
-        # summed over chunks of tokens; JAX has a chunk's part beside the sum.
-        copies = shards.gathered(devices.number_bytes, of_layers=is_jax or remat != "blocks")
+        # With `remat: blocks` no rounded copies of the layers stay. JAX then keeps each layer's own fp32 copy of its
+        # part of the stacked parameters until the layer is computed again.
+        slices = 4 * shards.stacked if is_jax and remat == "blocks" else 0
+        copies = shards.gathered(devices.number_bytes, of_layers=remat != "blocks")
+        # The gradient of the whole output table is summed over chunks of tokens; JAX has a chunk's part beside the sum.
         sums = 4 * shards.output_table * (2 if is_jax else mesh["fsdp"] > 1)
-        loss = backward = Memory(*state, summed, at_loss, logits, copies + sums)
+        loss = backward = Memory(*state, summed, at_loss, logits, slices + copies + sums)
         if remat != "none":
-            begun = table + (4 * shards.stacked if is_jax else 0)  # JAX's loop has room for all layers' gradients
-            backward = Memory(*state, begun + summed, at_backward, 0, copies)
+            # With `remat: products` JAX has room for all layers' gradients; with `blocks` they take that of the inputs.
+            begun = table + (4 * shards.stacked if is_jax and remat == "products" else 0)
+            backward = Memory(*state, begun + summed, at_backward, 0, slices + copies)
     update = Memory(*state, gradients + summed, 0, 0, _update_bytes(recipe, description, shards))
     return max(loss, backward, update, key=lambda memory: memory.total)
 
@@ -214,9 +218,9 @@ def logits_bytes(
     chunk = tokens * columns(description, mesh) // logit_chunks(description, engine, devices, mesh, tokens)
     if _in_place(engine, devices):
         return chunk * devices.number_bytes * (2 if engine == "jax" else 1)
-    if devices.platform == "tpu":
-        return chunk * (TPU_LOGIT_BYTES if recipe.model.softcap is None else TPU_CAPPED_LOGIT_BYTES)
-    return chunk * LOGIT_BYTES
+    if devices.platform == "cpu":
+        return chunk * CPU_LOGIT_BYTES
+    return chunk * (LOGIT_BYTES if recipe.model.softcap is None else CAPPED_LOGIT_BYTES)
 
 
 def logit_chunks(description: Description, engine: str, devices: Devices, mesh: Mapping[str, int], tokens: int) -> int:
