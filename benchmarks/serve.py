@@ -2,7 +2,7 @@
 
     python benchmarks/serve.py --engines jax --models gpt2 --streams 1 8
     python benchmarks/serve.py --engines jax torch --models gpt2 modern-124m --slots 32 --streams 1 8 32 \
-        --tokens 128 --limit 58 --name serve-h200   # on a GPU, about three minutes
+        --tokens 128 --rounds 4 --hf-rounds 1 --name serve-h200   # on a GPU, about four minutes
 
 Each engine with each model is a process of its own, without Ray and without HTTP, which is ended after `--limit`
 seconds. Every figure is printed when it is measured, and with `--name` written too: what came before an interruption is
@@ -12,7 +12,7 @@ same precision. Texts have prompts and seeds of their own and the same length; a
 - `ours N`, `theirs N`: tokens per second of N texts at once, with their prompts, after a first time that compiles
 - `first token`: median ms from a request to its first token while 8 others are being written
 - `host`: median ms in which Python and the library dispatch a step; the device works meanwhile
-- `of N differ`: texts that came out otherwise N at once than fewer at once: none should
+- `differ N`: texts that came out otherwise N at once than before, in another round or with fewer at once: none should
 """
 
 import argparse
@@ -84,6 +84,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=16, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each text")
     parser.add_argument("--rounds", type=int, default=2, help="of each; the fastest counts")
+    parser.add_argument("--hf-rounds", type=int, help="of Hugging Face's, each of which takes long; else as many")
     parser.add_argument("--no-hf", action="store_true", help="leave out Hugging Face")
     parser.add_argument("--limit", type=float, default=600, help="seconds of one engine with one model")
     parser.add_argument("--name", help="of the results file; none is written without it")
@@ -118,19 +119,22 @@ def _measure(engine: str, name: str, arguments: argparse.Namespace) -> None:
     _write(batch, _prompts(1, arguments), 4)
     tell(**{"s to compile": time.perf_counter() - began})
     dispatched = _timed_steps(slots)
-    texts: list[list[int]] = []
+    first: dict[int, list[int]] = {}  # text of each seed
     for streams in arguments.streams:
-        rate, written = _rate(lambda prompts: _write(batch, prompts, arguments.tokens), streams, arguments)
-        differing = sum(a != b for a, b in zip(texts, written, strict=False))
-        tell(**{f"ours {streams}": rate, f"of {streams} differ": differing})
-        texts = max(texts, written, key=len)
+        times, written = _timed(
+            lambda prompts: _write(batch, prompts, arguments.tokens), streams, arguments.rounds, arguments
+        )
+        seeded = [each for texts in written for each in enumerate(texts)]
+        differing = sum(text != first.setdefault(seed, text) for seed, text in seeded)
+        tell(**{f"ours {streams}": _rate(streams, arguments, times), f"differ {streams}": differing})
     tell(**{"host": 1000 * statistics.median(dispatched), "first token": _first_token(batch, arguments)})
     if not arguments.no_hf:
         theirs = Theirs(model, parameters, reader.describe())
         theirs.write(_prompts(1, arguments), 4)
         for streams in arguments.streams:
-            rate, _ = _rate(lambda prompts: theirs.write(prompts, arguments.tokens), streams, arguments)
-            tell(**{f"theirs {streams}": rate})
+            rounds = arguments.hf_rounds or arguments.rounds
+            times, _ = _timed(lambda prompts: theirs.write(prompts, arguments.tokens), streams, rounds, arguments)
+            tell(**{f"theirs {streams}": _rate(streams, arguments, times)})
 
 
 def _show(figures: dict[str, dict[str, Any]], streams: list[int]) -> None:
@@ -188,14 +192,21 @@ def _prompts(streams: int, arguments: argparse.Namespace) -> np.ndarray:
     return np.random.default_rng(0).integers(0, VOCAB, (streams, arguments.prompt))
 
 
-def _rate(write: Callable[[np.ndarray], Any], streams: int, arguments: argparse.Namespace) -> tuple[float, Any]:
-    """Tokens per second of so many texts at once, in the fastest of some rounds, and the last round's texts."""
-    times = []
-    for _ in range(arguments.rounds):
+def _timed(
+    write: Callable[[np.ndarray], Any], streams: int, rounds: int, arguments: argparse.Namespace
+) -> tuple[list[float], list[Any]]:
+    """Seconds of some rounds of so many texts at once, and each round's texts."""
+    times, texts = [], []
+    for _ in range(rounds):
         began = time.perf_counter()
-        texts = write(_prompts(streams, arguments))
+        texts.append(write(_prompts(streams, arguments)))
         times.append(time.perf_counter() - began)
-    return streams * arguments.tokens / min(times), texts
+    return times, texts
+
+
+def _rate(streams: int, arguments: argparse.Namespace, times: list[float]) -> float:
+    """Tokens per second, in the fastest of these rounds."""
+    return streams * arguments.tokens / min(times)
 
 
 def _write(batch: Batch, prompts: np.ndarray, tokens: int) -> list[list[int]]:
