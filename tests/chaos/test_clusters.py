@@ -39,7 +39,8 @@ def environment():
 def head(environment):
     """(address of the cluster, address of its job server)"""
     port, jobs = free_port(), free_port()
-    here = ("--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1")
+    agent = f"--dashboard-agent-listen-port={free_port()}"  # else that of another cluster on this machine is in its way
+    here = ("--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", agent)
     process = subprocess.Popen(
         [RAY, "start", "--head", "--block", f"--port={port}", f"--dashboard-port={jobs}", "--num-cpus=4", *here],
         env=environment,
