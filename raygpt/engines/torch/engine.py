@@ -1,5 +1,6 @@
 """The PyTorch engine: a recipe's model on one device per process, trained, evaluated, sampled and saved."""
 
+import logging
 import os
 from collections.abc import Callable, Collection
 from functools import cached_property, partial
@@ -56,6 +57,8 @@ def set_up(recipe: Recipe | None = None) -> None:
     `training.deterministic` excludes sums without a fixed order, and kernels chosen by timing.
     """
     torch.set_float32_matmul_precision("high")
+    # Its one warning is that parts which are computed again must not change anything in place; blocks do not.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     if recipe and recipe.training.deterministic:
         # Otherwise cuBLAS may choose another algorithm when streams overlap
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
