@@ -84,7 +84,7 @@ def serve(
         typer.Option(min=1, help="Texts that a replica generates at once (default: 8, on a GPU 32, if they fit)."),
     ] = None,
     waiting: Annotated[
-        int, typer.Option(min=0, help="Requests that may wait to be generated; more get status 429.")
+        int, typer.Option(min=0, help="Texts that may wait to be generated; requests for more get status 429.")
     ] = 64,
     replicas: Annotated[int, typer.Option(min=1, help="Replicas of each model.")] = 1,
     gpus: Annotated[

@@ -35,7 +35,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | None, name: str = "the pro
         return np.array([tokenizer.end_of_text], dtype=np.int32)
     try:
         ids = tokenizer.encode([prompt])[0].astype(np.int32)
-    except UnicodeEncodeError:
+    except (UnicodeEncodeError, TypeError):  # half of a surrogate pair, by tokenizer
         raise RaygptError(f"{name} is not UTF-8 text; write it in UTF-8") from None
     except RaygptError as error:  # a char tokenizer knows its own corpus' characters
         raise RaygptError(f"{name} cannot be read: {str(error).partition(';')[0]}; leave it out") from None

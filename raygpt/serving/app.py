@@ -23,10 +23,20 @@ from starlette.routing import Route
 
 from raygpt.corpus import tokenizers
 from raygpt.errors import first_line
-from raygpt.serving.batching import BusyError
-from raygpt.serving.completions import Choice, Completion, Json, RefusedError, Vocabulary, parse, usage
+from raygpt.serving.completions import (
+    Choice,
+    Completion,
+    Json,
+    RefusedError,
+    Vocabulary,
+    checked_ids,
+    encoded,
+    parse,
+    refuse_unknown,
+    usage,
+)
 from raygpt.serving.meters import Meters, Stopwatch
-from raygpt.serving.texts import Piece, Request
+from raygpt.serving.texts import BUSY, Piece, Request
 
 RETRY_AFTER_S = 1
 CLIENT_GONE = 499  # nginx's status of a client that went away
@@ -70,6 +80,12 @@ class Model:
     facts: Json
     vocabulary: Vocabulary
 
+    @property
+    def most_texts(self) -> int:
+        """That its replicas can have at once, in slots and waiting."""
+        each: int = self.facts["slots"] + self.facts["most_waiting"]
+        return each * int(self.facts.get("replicas", 1))
+
 
 async def connect(name: str, backend: Backend) -> Model:
     """Ask a backend what it is."""
@@ -93,8 +109,8 @@ def make_app(models: Sequence[Model], key: str | None = None, limits: Limits | N
         Route("/health", server.health),
         *(Route(f"/{name}", _asset(*asset)) for name, asset in ASSETS.items()),
     ]
-    handlers = {RefusedError: _refused, HTTPException: _http_error, ClientDisconnect: _client_gone}
-    app = Starlette(routes=routes, exception_handlers=handlers)
+    handlers: dict[Any, Any] = {RefusedError: _refused, HTTPException: _http_error, ClientDisconnect: _client_gone}
+    app = Starlette(routes=routes, exception_handlers=handlers | {Exception: _failed})
     app.add_middleware(Guard, key=key)
     return app
 
@@ -106,15 +122,34 @@ class Server:
         self._models, self._limits, self._meters = models, limits, Meters()
 
     async def completions(self, http: HttpRequest) -> Response:
-        body = await self._body(http)
-        model = self._named(body)
-        completion = parse(body, model.vocabulary)
+        model, completion = await self._asked(http)
         answer = Answer(model, completion, Stopwatch(self._meters, model.name), self._limits.answer_s)
         if not completion.stream:
             return JSONResponse(await _unless_gone(http, answer.whole()))
         events = answer.events()
         first = await anext(events)  # a refusal is a status, not an event
         return StreamingResponse(_chained(first, events), media_type="text/event-stream", headers=NO_CACHE)
+
+    async def _asked(self, http: HttpRequest) -> tuple[Model, Completion]:
+        """The model of a request and the texts that it asks for; what is refused is counted."""
+        name = ""
+        try:
+            body = await self._body(http)
+            model = self._named(body)
+            name = model.name
+            # In a thread: a long text takes seconds, in which the texts of others go on.
+            completion = await asyncio.to_thread(parse, body, model.vocabulary)
+            if len(completion.requests) > model.most_texts:
+                raise RefusedError(
+                    400,
+                    f"{len(completion.requests)} texts at once are more than this server takes, {model.most_texts}; "
+                    "ask for fewer",
+                    "n",
+                )
+        except RefusedError as error:
+            self._meters.requests.labels(name, str(error.status)).inc()
+            raise
+        return model, completion
 
     async def models(self, http: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [await _listed(model) for model in self._models.values()]})
@@ -125,17 +160,18 @@ class Server:
     async def tokenize(self, http: HttpRequest) -> Response:
         body = await self._body(http)
         vocabulary, text = self._named(body).vocabulary, _field(body, "prompt", str, "a text")
+        refuse_unknown(body, {"model", "prompt"})
         if text == tokenizers.END_OF_TEXT:
             ids = [vocabulary.tokenizer.end_of_text]
         else:
-            ids = list(parse({"prompt": text, "echo": True, "max_tokens": 0}, _endless(vocabulary)).requests[0].prompt)
+            ids = await asyncio.to_thread(encoded, text, vocabulary) if text else []
         return JSONResponse({"count": len(ids), "max_model_len": vocabulary.context, "tokens": ids})
 
     async def detokenize(self, http: HttpRequest) -> Response:
         body = await self._body(http)
         vocabulary, ids = self._named(body).vocabulary, _field(body, "tokens", list, "a list of token ids")
-        checked = parse({"prompt": [ids], "echo": True, "max_tokens": 0}, _endless(vocabulary)).requests[0].prompt
-        return JSONResponse({"prompt": vocabulary.tokenizer.decode(checked)})
+        refuse_unknown(body, {"model", "tokens"})
+        return JSONResponse({"prompt": vocabulary.tokenizer.decode(checked_ids(ids, vocabulary, "tokens"))})
 
     async def tokenizer_info(self, http: HttpRequest) -> Response:
         vocabulary = self._named(dict(http.query_params)).vocabulary
@@ -174,14 +210,7 @@ class Server:
                 raw = await self._bytes(http)
         except TimeoutError:
             raise RefusedError(408, f"the body did not come within {self._limits.body_s:g} s") from None
-        try:
-            return json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
-        except UnicodeDecodeError:
-            raise RefusedError(400, "the body is not UTF-8") from None
-        except RecursionError:
-            raise RefusedError(400, "the body is nested too deeply") from None
-        except ValueError as error:
-            raise RefusedError(400, f"the body is not JSON: {first_line(error)[:120]}") from None
+        return _parsed(raw)
 
     async def _bytes(self, http: HttpRequest) -> bytes:
         parts, size, most = [], 0, self._limits.body_bytes
@@ -219,7 +248,8 @@ class Answer:
                 yield _event(self._message([self._choices[index].as_json(pieces)]))
                 is_begun = True
             if self._completion.usage_in_stream:
-                yield _event(self._message([]) | {"usage": usage(self._completion, self._choices)})
+                message = self._message([]) | {"system_fingerprint": self._mark(self._choices[-1].step)}
+                yield _event(message | {"usage": usage(self._completion, self._choices)})
         except RefusedError as error:
             if not is_begun:
                 raise
@@ -227,8 +257,11 @@ class Answer:
         yield b"data: [DONE]\n\n"
 
     def _message(self, choices: list[Json]) -> Json:
-        mark = f"{self._model.name}@{max((choice['step'] for choice in choices), default=0)}"
+        mark = self._mark(max((choice["step"] for choice in choices), default=0))
         return {**self._about, "model": self._model.name, "system_fingerprint": mark, "choices": choices}
+
+    def _mark(self, step: int) -> str:
+        return f"{self._model.name}@{step}"
 
     async def _pieces(self) -> AsyncIterator[tuple[int, list[Piece]]]:
         """(choice, its next pieces) until all have ended. To leave the iteration ends the texts."""
@@ -237,7 +270,9 @@ class Answer:
         unfinished, status = len(tasks), CLIENT_GONE
         try:
             while unfinished:
-                found = await asyncio.wait_for(queue.get(), max(0, self._deadline - time.monotonic()))
+                # Not wait_for, which in Python 3.11 ignores a cancellation that comes together with a result.
+                async with asyncio.timeout(max(0, self._deadline - time.monotonic())):
+                    found = await queue.get()
                 if isinstance(found, BaseException):
                     raise found
                 self._watch.token()
@@ -251,23 +286,25 @@ class Answer:
             status = error.status
             raise
         finally:
+            prompt = usage(self._completion, self._choices)["prompt_tokens"]
+            # Before any `await`, each of which is cancelled where the client of a stream has left.
+            self._watch.end(prompt, sum(choice.drawn for choice in self._choices), status)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # their slots are free before the client hears of it
-            prompt = usage(self._completion, self._choices)["prompt_tokens"]
-            self._watch.end(prompt, sum(choice.drawn for choice in self._choices), status)
 
     async def _collect(self, choice: Choice, queue: "asyncio.Queue[Any]") -> None:
         try:
             async with contextlib.aclosing(self._model.backend.stream(choice.request)) as stream:  # type: ignore[type-var]
                 async for pieces in stream:
                     choice.drawn = pieces[-1].drawn
-                    if (pieces[-1].finish or "").startswith("error: "):
-                        raise RefusedError(500, f"the model failed: {pieces[-1].finish}; try again")
+                    finish = pieces[-1].finish or ""
+                    if finish == BUSY:
+                        message = "too many texts are waiting; try again later"
+                        raise RefusedError(429, message, headers={"Retry-After": str(RETRY_AFTER_S)})
+                    if finish.startswith("error: "):
+                        raise RefusedError(500, f"the model failed: {finish}; try again")
                     await queue.put((choice.index, pieces))
-        except BusyError:
-            message = "too many requests are waiting; try again later"
-            await queue.put(RefusedError(429, message, headers={"Retry-After": str(RETRY_AFTER_S)}))
         except RefusedError as error:
             await queue.put(error)
         except Exception as error:  # this text is lost, the next ones are served
@@ -295,8 +332,8 @@ class Guard:
             return None
         if scope["path"].strip("/") in {*ASSETS, "health"}:
             return None
-        given = headers.get(b"authorization", "").removeprefix("Bearer ").encode()
-        if secrets.compare_digest(given, self._key.encode()):
+        scheme, _, given = headers.get(b"authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), self._key.encode()):
             return None
         return RefusedError(401, "wrong or missing API key; send the header Authorization: Bearer KEY")
 
@@ -343,8 +380,24 @@ def _field(body: Any, key: str, kind: type, meant: str) -> Any:
     return value
 
 
-def _endless(vocabulary: Vocabulary) -> Vocabulary:
-    return Vocabulary(vocabulary.tokenizer, 10**9)
+def _parsed(raw: bytes) -> Any:
+    """The JSON of a body."""
+    try:
+        found = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
+        if b"\\ud" in raw.lower():  # an escape, perhaps of half a character
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeDecodeError:
+        raise RefusedError(400, "the body is not UTF-8") from None
+    except UnicodeEncodeError:
+        raise RefusedError(400, "the body has half of a surrogate pair, which is no character; send both") from None
+    except RecursionError:
+        raise RefusedError(400, "the body is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise RefusedError(400, f"the body is not JSON: {first_line(error)[:120]}") from None
+    except ValueError as error:
+        why = "a number has too many digits" if "integer string" in str(error) else first_line(error)[:120]
+        raise RefusedError(400, f"the body is not JSON: {why}") from None
+    return found
 
 
 def _no_constant(name: str) -> float:
@@ -391,13 +444,16 @@ async def _refused(http: HttpRequest, error: Exception) -> Response:
     return _response(error)
 
 
+async def _failed(http: HttpRequest, error: Exception) -> Response:
+    return _response(RefusedError(500, f"the server failed: {first_line(error)[:200]}"))  # it is logged as well
+
+
 async def _client_gone(http: HttpRequest, error: Exception) -> Response:
     return Response(status_code=CLIENT_GONE)  # which nobody reads; without it the error would be printed
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = "GET /, /v1/models, /health, /metrics; POST /v1/completions, /tokenize, /detokenize"
-    return _response(
-        RefusedError(error.status_code, f"{http.method} {http.url.path[:100]} is not here; there is {known}")
-    )
+    known = "GET /, /v1/models, /tokenizer_info, /health, /metrics; POST /v1/completions, /tokenize, /detokenize"
+    message = f"{http.method} {http.url.path[:100]} is not here; there is {known}"
+    return _response(RefusedError(error.status_code, message, headers=error.headers))

@@ -50,8 +50,9 @@ def api_key(host: str, file: str | None) -> str | None:
         except (OSError, UnicodeDecodeError) as error:
             raise RaygptError(f"--api-key-file: {file} cannot be read ({error}); name a text file") from error
     if key is not None and (len(key) < SHORTEST_KEY or not key.isascii()):
+        where = f"--api-key-file: {file}" if file else "RAYGPT_API_KEY"
         raise RaygptError(
-            f"the API key must have {SHORTEST_KEY} ASCII characters or more; make one: openssl rand -hex 16"
+            f"{where}: a key must have {SHORTEST_KEY} ASCII characters or more; make one: openssl rand -hex 16"
         )
     if key is None and not _is_loopback(host):
         raise RaygptError(f"--host {host}: others could use the model; set RAYGPT_API_KEY or --api-key-file first")

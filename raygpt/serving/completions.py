@@ -3,7 +3,7 @@
 import difflib
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ def parse(body: Any, vocabulary: Vocabulary) -> Completion:
     """Refuses a body that asks for what cannot be, in one sentence."""
     if not isinstance(body, dict):
         raise RefusedError(400, f"the body must be a JSON object, not {_kind(body)}")
-    _refuse_unknown(body)
+    refuse_unknown(body, KNOWN)
     prompts = _prompts(body.get("prompt"), vocabulary)
     number, echo = _whole(body, "n", 1, 1, MOST_CHOICES), _flag(body, "echo")
     if len(prompts) * number > MOST_CHOICES:
@@ -111,10 +111,11 @@ KNOWN = {
 }
 
 
-def _refuse_unknown(body: Json) -> None:
+def refuse_unknown(body: Json, known: Set[str]) -> None:
+    """Refuses a key that would have no effect."""
     for key in body:
-        if key not in KNOWN:
-            close = difflib.get_close_matches(key, KNOWN, 1)
+        if key not in known:
+            close = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {close[0]}?" if close else "leave it out"
             raise RefusedError(400, f"unknown key {key[:100]!r}; {hint}", key[:100])
 
@@ -132,7 +133,7 @@ def _prompts(given: Any, vocabulary: Vocabulary) -> list[list[int]]:
     if given is None:
         return [[vocabulary.tokenizer.end_of_text]]
     if isinstance(given, str):
-        return [_encoded(given, vocabulary)]
+        return [encoded(given, vocabulary)]
     if not isinstance(given, list):
         raise RefusedError(400, f"prompt must be a text, token ids, or a list of either, not {_kind(given)}", "prompt")
     if not given:
@@ -140,11 +141,12 @@ def _prompts(given: Any, vocabulary: Vocabulary) -> list[list[int]]:
     if len(given) > MOST_CHOICES and not _is_whole(given[0]):
         raise RefusedError(400, f"{len(given)} prompts are more than {MOST_CHOICES}; send several requests", "prompt")
     if _is_whole(given[0]):
-        return [_checked_ids(given, vocabulary)]
-    return [_encoded(part, vocabulary) if isinstance(part, str) else _checked_ids(part, vocabulary) for part in given]
+        return [_prompt_ids(given, vocabulary)]
+    return [encoded(part, vocabulary) if isinstance(part, str) else _prompt_ids(part, vocabulary) for part in given]
 
 
-def _encoded(text: str, vocabulary: Vocabulary) -> list[int]:
+def encoded(text: str, vocabulary: Vocabulary) -> list[int]:
+    """The ids of a prompt."""
     try:
         ids: list[int] = encode_prompt(vocabulary.tokenizer, text, "prompt").tolist()
     except RaygptError as error:
@@ -152,16 +154,25 @@ def _encoded(text: str, vocabulary: Vocabulary) -> list[int]:
     return ids
 
 
-def _checked_ids(given: Any, vocabulary: Vocabulary) -> list[int]:
-    if not isinstance(given, list) or not all(_is_whole(number) for number in given):
-        raise RefusedError(400, "prompt must be a text, token ids, or a list of either; not both mixed", "prompt")
+def _prompt_ids(given: Any, vocabulary: Vocabulary) -> list[int]:
+    if not isinstance(given, list):
+        kind = "both mixed" if _is_whole(given) else _kind(given)
+        raise RefusedError(400, f"prompt must be a text, token ids, or a list of either, not {kind}", "prompt")
     if not given:
         raise RefusedError(400, "prompt has an empty list of token ids; leave it out", "prompt")
+    return checked_ids(given, vocabulary, "prompt")
+
+
+def checked_ids(given: Sequence[Any], vocabulary: Vocabulary, key: str) -> list[int]:
+    """Token ids, each of which must be one of the vocabulary."""
     vocab = vocabulary.tokenizer.vocab
-    wrong = next((number for number in given if not 0 <= number < vocab), None)
-    if wrong is not None:
-        raise RefusedError(400, f"prompt has token id {_short(wrong)}, and ids go from 0 to {vocab - 1}", "prompt")
-    return given
+    for number in given:
+        if not _is_whole(number):
+            kind = "a text: not both mixed" if isinstance(number, str) else _kind(number)
+            raise RefusedError(400, f"{key} must have whole numbers as token ids, not {kind}", key)
+        if not 0 <= number < vocab:
+            raise RefusedError(400, f"{key} has {_short(number)}, and token ids go from 0 to {vocab - 1}", key)
+    return list(given)
 
 
 def _tokens(body: Json, length: int, echo: bool, vocabulary: Vocabulary) -> int:
@@ -171,10 +182,10 @@ def _tokens(body: Json, length: int, echo: bool, vocabulary: Vocabulary) -> int:
     asked = _whole(body, "max_tokens", None, least, 10**9)
     wanted = asked if asked is not None else min(DEFAULT_TOKENS, context - length)
     if length + wanted > context or wanted < least:
-        said = (
-            f"the prompt has {length} tokens and max_tokens is {asked}" if asked else f"the prompt has {length} tokens"
-        )
-        raise RefusedError(400, f"{said}, and the model sees {context}; shorten the prompt or the answer", "prompt")
+        said = f"the prompt has {length} token{'s' if length != 1 else ''}"
+        said += f" and max_tokens is {asked}" if asked else ""
+        key = "max_tokens" if asked and length < context else "prompt"
+        raise RefusedError(400, f"{said}, and the model sees {context}; shorten the prompt or the answer", key)
     return wanted
 
 
@@ -188,7 +199,8 @@ def _stops(given: Any) -> tuple[str, ...]:
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise RefusedError(400, "stop must be a text or a list of texts", "stop")
     if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
-        raise RefusedError(400, f"stop may have {MOST_STOPS} texts of {LONGEST_STOP} characters", "stop")
+        most = f"up to {MOST_STOPS} texts of up to {LONGEST_STOP} characters"
+        raise RefusedError(400, f"stop may have {most}", "stop")
     return tuple(stop for stop in stops if stop)
 
 
@@ -201,12 +213,21 @@ def _biases(given: Any, vocab: int) -> dict[int, float]:
         )
     found = {}
     for key, value in given.items():
-        if not key.isdecimal() or len(key) > 10 or int(key) >= vocab:
+        if not (key.isascii() and key.isdecimal()) or len(key) > 10 or int(key) >= vocab:
             raise RefusedError(
                 400, f"logit_bias has {_short(key)}, and token ids go from 0 to {vocab - 1}", "logit_bias"
             )
-        found[int(key)] = _number({"logit_bias": value}, "logit_bias", 0.0, -100, 100)
+        found[int(key)] = _bias(key, value)
     return found
+
+
+def _bias(token: str, value: Any) -> float:
+    try:
+        if value is None:
+            raise RefusedError(400, "logit_bias must be a number, not null", "logit_bias")
+        return _number({"logit_bias": value}, "logit_bias", 0.0, -100, 100)
+    except RefusedError as error:
+        raise RefusedError(400, f"of token {token}: {error.message}", "logit_bias") from None
 
 
 def _include_usage(given: Any) -> bool:
@@ -214,6 +235,7 @@ def _include_usage(given: Any) -> bool:
         return False
     if not isinstance(given, dict):
         raise RefusedError(400, f"stream_options must be an object, not {_kind(given)}", "stream_options")
+    refuse_unknown(given, {"include_usage"})
     return _flag(given, "include_usage")
 
 
@@ -222,7 +244,7 @@ def _whole(body: Json, key: str, default: int | None, least: int, most: int) -> 
     if value is None:
         return default
     if not _is_whole(value):
-        raise RefusedError(400, f"{key} must be a whole number, not {_kind(value)}", key)
+        raise RefusedError(400, f"{key} must be a whole number, not {_said(value)}", key)
     if not least <= value <= most:
         raise RefusedError(400, f"{key} is {_short(value)}, and must be between {least} and {most}", key)
     return value
@@ -235,9 +257,8 @@ def _number(body: Json, key: str, default: float, least: float, most: float, abo
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RefusedError(400, f"{key} must be a number, not {_kind(value)}", key)
     if not least <= value <= most or (above and value == least) or not math.isfinite(value):
-        raise RefusedError(
-            400, f"{key} is {_short(value)}, and must be {'above' if above else 'from'} {least} to {most}", key
-        )
+        limits = f"above {least} and at most {most}" if above else f"from {least} to {most}"
+        raise RefusedError(400, f"{key} is {_short(value)}, and must be {limits}", key)
     return float(value)
 
 
@@ -255,6 +276,11 @@ def _is_whole(value: Any) -> bool:
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
+
+
+def _said(value: Any) -> str:
+    """A fraction as it is, other values by their kind."""
+    return _short(value) if isinstance(value, float) else _kind(value)
 
 
 def _short(value: Any) -> str:

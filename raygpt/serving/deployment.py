@@ -20,6 +20,7 @@ from raygpt.serving.app import Backend, Limits, connect, make_app
 from raygpt.serving.memory import MOST
 from raygpt.serving.model import Options, RunModel
 from raygpt.serving.texts import Piece, Request
+from raygpt.show import console
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ class Replicas:
 class ServeModel:
     """A model's replicas, as the HTTP server calls them."""
 
-    def __init__(self, handle: Any):
-        self._handle = handle
+    def __init__(self, handle: Any, replicas: int):
+        self._handle, self._replicas = handle, replicas
 
     async def describe(self) -> dict[str, Any]:
-        return await self._handle.describe.remote()  # type: ignore[no-any-return]
+        return {**await self._handle.describe.remote(), "replicas": self._replicas}
 
     async def status(self) -> dict[str, Any]:
         return await self._handle.status.remote()  # type: ignore[no-any-return]
@@ -84,7 +85,7 @@ def _deploy(serve: Any, name: str, options: Options, replicas: Replicas) -> Back
         logging_config={"log_level": "ERROR"},
     )
     try:
-        return ServeModel(serve.run(deployment.bind(options), name=name, route_prefix=None))
+        return ServeModel(serve.run(deployment.bind(options), name=name, route_prefix=None), replicas.count)
     except RuntimeError as error:  # Serve's, whose message has the replica's traceback
         cause = [line.strip() for line in str(error).splitlines() if line.strip()][-1]
         raise RaygptError(f"{options.folder} cannot be served: {cause[:300]}") from error
@@ -114,17 +115,30 @@ def listen(host: str, port: int) -> socket.socket:
         made.bind((host, port))
     except OSError as error:
         made.close()
-        raise RaygptError(f"{host}:{port} cannot be listened on ({error.strerror}); choose another --port") from error
+        other = "--host" if isinstance(error, socket.gaierror) else "--port"
+        raise RaygptError(f"{host}:{port} cannot be listened on ({error.strerror}); choose another {other}") from error
     return made
 
 
 def run(backends: Mapping[str, Backend], listening: Sequence[socket.socket], key: str | None, limits: Limits) -> None:
-    """Serve until Ctrl-C."""
+    """Serve until Ctrl-C: the first lets requests end, the second does not."""
     import uvicorn
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            unfinished = len(self.server_state.tasks)
+            if self.should_exit:
+                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what is broken off has no traceback
+                self.force_exit = True
+            elif unfinished:
+                console.note(
+                    f"finishing the requests that are being answered ({unfinished}); Ctrl-C again breaks them off"
+                )
+            self.should_exit = True
 
     async def main() -> None:
         models = [await connect(name, backend) for name, backend in backends.items()]
         config = uvicorn.Config(make_app(models, key, limits), log_level="warning", lifespan="off", server_header=False)
-        await uvicorn.Server(config).serve(sockets=list(listening))
+        await Server(config).serve(sockets=list(listening))
 
     asyncio.run(main())

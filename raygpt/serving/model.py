@@ -21,8 +21,8 @@ from raygpt.runs import OpenRun, open_run
 from raygpt.runs.metrics import Line
 from raygpt.runs.metrics import read as read_metrics
 from raygpt.serving import memory
-from raygpt.serving.batching import Batch, Served
-from raygpt.serving.texts import Piece, Request
+from raygpt.serving.batching import Batch, BusyError, Served
+from raygpt.serving.texts import BUSY, Piece, Request
 
 log = logging.getLogger("raygpt")
 POINTS = 300  # of a curve on the page
@@ -66,10 +66,14 @@ class RunModel:
     async def stream(self, request: Request) -> AsyncIterator[list[Piece]]:
         """The answer as it comes, several pieces at once if they came meanwhile. To leave the iteration ends the text.
 
-        Raises BusyError if too many are waiting.
+        If too many are waiting it is one piece: an exception of a replica would be printed by Ray, too.
         """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Piece]()
-        text = self._batch.submit(request, lambda piece: loop.call_soon_threadsafe(queue.put_nowait, piece))
+        try:
+            text = self._batch.submit(request, lambda piece: loop.call_soon_threadsafe(queue.put_nowait, piece))
+        except BusyError:
+            yield [Piece(finish=BUSY)]
+            return
         try:
             while True:
                 pieces = [await queue.get()]
@@ -91,7 +95,7 @@ class RunModel:
             "parameters": describe(run.recipe.model, run.tokenizer.vocab).count,
             "follow": self.options.follow,
             "slots": self._batch.load.slots,
-            "waiting": self.options.waiting,
+            "most_waiting": self.options.waiting,
             "tokenizer": run.tokenizer.describe(),
             **reader.describe(),
         }

@@ -29,6 +29,9 @@ class Request:
     score_prompt: bool = False  # tell what the model thinks of the prompt's tokens too
 
 
+BUSY = "busy"  # the `finish` of a text that was not let in: as many are waiting as may
+
+
 class Token(NamedTuple):
     """A token, its log-probability and the likeliest ones in its place, the first of a text without either."""
 
@@ -43,7 +46,7 @@ class Piece(NamedTuple):
     text: str = ""
     tokens: tuple[Token, ...] = ()
     prompt: tuple[Token, ...] = ()  # in the first piece, if the request asks for it
-    finish: str | None = None  # "stop" or "length" in the last one, "error: …" if it came to an end otherwise
+    finish: str | None = None  # "stop" or "length" in the last one, BUSY or "error: …" if it came to an end otherwise
     step: int = 0  # of the checkpoint that all of it comes from
     drawn: int = 0  # tokens so far, with those of a stop string
 

@@ -25,7 +25,7 @@ class LocalModel(RunModel):
 
     async def describe(self):
         about = {"run": "here", "created": 1, "context": self.reader.context, "parameters": 1000, "follow": True}
-        return {**about, "slots": 4, "waiting": 64, "tokenizer": Bytes().describe(), **self.reader.describe()}
+        return {**about, "slots": 4, "most_waiting": 64, "tokenizer": Bytes().describe(), **self.reader.describe()}
 
     async def losses(self):
         return {"loss": self.curve, "val_loss": [], "steps": 10}

@@ -1,18 +1,33 @@
 """The HTTP server: the official client works, and a bad request gets one clear message."""
 
+import asyncio
+import contextlib
+import dataclasses
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 from local_server import LocalModel, serving, two_models
 from small_model import CONTEXT, VOCAB, text
 
-from raygpt.serving.texts import Request
+from raygpt.serving import app
+from raygpt.serving.app import Answer, connect
+from raygpt.serving.completions import parse
+from raygpt.serving.meters import Meters, Stopwatch
+from raygpt.serving.texts import Piece, Request, Token
 
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 ASCII = {str(n): -100 for n in range(128, VOCAB)}
+JSON = {"Content-Type": "application/json"}
 
 
 def post(address, body, path="/v1/completions", **more):
@@ -66,6 +81,7 @@ def test_a_stream_is_the_same_text_and_ends_with_usage(client):
     assert "".join(part.choices[0].text for part in parts if part.choices) == whole.choices[0].text
     assert len(parts) > 3
     assert parts[-1].usage == whole.usage
+    assert {part.system_fingerprint for part in parts} == {"one@7"}
     assert [part.choices[0].finish_reason for part in parts[:-1]][-1] == "length"
 
 
@@ -125,13 +141,31 @@ def test_tokens_lead_there_and_back(address):
     assert post(address, {"tokens": told["tokens"]}, "/detokenize").json() == {"prompt": "héllo"}
     info = httpx.get(address + "/tokenizer_info").json()
     assert post(address, {"prompt": info["eos_token"]}, "/tokenize").json()["tokens"] == [VOCAB - 1]
+    assert post(address, {"prompt": ""}, "/tokenize").json()["count"] == 0
+    assert post(address, {"tokens": []}, "/detokenize").json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/tokenize", {"prompt": "a", "model": "one", "text": "b"}, "unknown key 'text'"),
+        ("/tokenize", {"prompt": "\ud800"}, "surrogate pair"),
+        ("/detokenize", {"tokens": [VOCAB]}, f"tokens has {VOCAB}, and token ids go from 0"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens must have whole numbers"),
+    ],
+)
+def test_what_cannot_be_tokens_is_refused(address, path, body, message):
+    got = httpx.post(address + path, content=json.dumps(body), headers=JSON)
+    assert (got.status_code, message in got.json()["error"]["message"]) == (400, True)
 
 
 def test_prometheus_reads_requests_first_tokens_batch_and_queue(address):
     post(address, {"prompt": "a", "max_tokens": 3})
     assert httpx.get(address + "/health").json() == {"status": "ok"}
+    post(address, {"prompt": 5})
     told = httpx.get(address + "/metrics").text
-    assert 'raygpt_requests_total{model="one",status="200"}' in told
+    for status in (200, 400):
+        assert f'raygpt_requests_total{{model="one",status="{status}"}}' in told
     for name in ("time_to_first_token_seconds_count", "generated_tokens_total", "batch_size", "waiting_requests"):
         assert f'raygpt_{name}{{model="one"}}' in told
 
@@ -145,12 +179,18 @@ BAD = {
     "an empty list": ({"prompt": []}, "empty list"),
     "an empty list of ids": ({"prompt": [[]]}, "empty list of token ids"),
     "mixed prompts": ({"prompt": ["a", 5]}, "not both mixed"),
-    "an id beyond the vocabulary": ({"prompt": [1, VOCAB]}, f"ids go from 0 to {VOCAB - 1}"),
+    "an id beyond the vocabulary": ({"prompt": [1, VOCAB]}, f"token ids go from 0 to {VOCAB - 1}"),
     "a negative id": ({"prompt": [-1]}, "ids go from 0"),
     "an id of many digits": ({"prompt": [10**400]}, "more than 30 digits"),
-    "a fraction as an id": ({"prompt": [1.5]}, "prompt must be"),
+    "a fraction as an id": ({"prompt": [1.5]}, "prompt must be a text, token ids, or a list of either, not a number"),
     "true as an id": ({"prompt": [True]}, "prompt must be"),
-    "half a surrogate pair": ({"prompt": "\udcff"}, "not UTF-8"),
+    "half a surrogate pair": ({"prompt": "\udcff"}, "surrogate pair"),
+    "a key that is half a surrogate pair": ({"\ud800": 1}, "surrogate pair"),
+    "more texts than slots and places to wait": ({"prompt": "x", "n": 69}, "more than this server takes, 68"),
+    "an id beside a text": ({"prompt": [5, "a"]}, "not both mixed"),
+    "Arabic digits": ({"prompt": "x", "logit_bias": {"\u0663": 1}}, "token ids go from"),
+    "a bias of null": ({"prompt": "x", "logit_bias": {"5": None}}, "of token 5: logit_bias must be a number"),
+    "an unknown option of streams": ({"prompt": "x", "stream_options": {"usage": True}}, "unknown key 'usage'"),
     "a prompt longer than the context": ({"prompt": "x" * (CONTEXT + 1)}, f"the model sees {CONTEXT}"),
     "more tokens than the context": ({"prompt": "x", "max_tokens": CONTEXT}, f"the model sees {CONTEXT}"),
     "no tokens": ({"prompt": "x", "max_tokens": 0}, "max_tokens is 0"),
@@ -160,9 +200,9 @@ BAD = {
     "a negative temperature": ({"prompt": "x", "temperature": -1}, "temperature is -1"),
     "a hot temperature": ({"prompt": "x", "temperature": 1e9}, "temperature is"),
     "a temperature of text": ({"prompt": "x", "temperature": "hot"}, "temperature must be a number"),
-    "no probability": ({"prompt": "x", "top_p": 0}, "top_p is 0"),
+    "no probability": ({"prompt": "x", "top_p": 0}, "top_p is 0, and must be above 0 and at most 1"),
     "too much probability": ({"prompt": "x", "top_p": 1.5}, "top_p is 1.5"),
-    "a fraction of tokens": ({"prompt": "x", "top_k": 2.5}, "top_k must be a whole number"),
+    "a fraction of tokens": ({"prompt": "x", "top_k": 2.5}, "top_k must be a whole number, not 2.5"),
     "too many texts": ({"prompt": "x", "n": 1000}, "n is 1000"),
     "many prompts times n": ({"prompt": ["x"] * 100, "n": 2}, "more than 128 texts"),
     "too many alternatives": ({"prompt": "x", "logprobs": 100}, "logprobs is 100"),
@@ -198,16 +238,13 @@ def test_a_bad_request_gets_one_clear_message(address, kind):
     assert error["type"] == "invalid_request_error"
 
 
-JSON = {"Content-Type": "application/json"}
-
-
 @pytest.mark.parametrize(
     ("content", "headers", "status", "message"),
     [
         (b'{"prompt": ', JSON, 400, "not JSON"),
         (b'{"prompt": "\xff"}', JSON, 400, "not UTF-8"),
         (b'{"temperature": NaN}', JSON, 400, "NaN is no JSON"),
-        (b'{"max_tokens": ' + b"9" * 5000 + b"}", JSON, 400, "not JSON"),
+        (b'{"max_tokens": ' + b"9" * 5000 + b"}", JSON, 400, "a number has too many digits"),
         (b"[" * 50_000, JSON, 400, "nested too deeply"),
         (b"", JSON, 400, "not JSON"),
         (b"x" * 100_001, JSON, 413, "larger than 100,000 bytes"),
@@ -259,6 +296,92 @@ def test_a_client_that_goes_away_frees_its_slot(address, local_models, caplog):
         assert (batch.load.running, batch.load.waiting) == (0, 0)
     assert post(address, {"prompt": "a", "max_tokens": 1}).status_code == 200  # after it, the other has ended
     assert "ClientDisconnect" not in caplog.text
+    told = httpx.get(address + "/metrics").text
+    assert 'raygpt_requests_in_flight{model="one"} 0.0' in told
+    assert 'raygpt_requests_total{model="one",status="499"} 2.0' in told
+
+
+def test_an_answer_that_is_given_up_ends_whatever_comes_at_that_moment(local_models):
+    never = {"logit_bias": {str(VOCAB - 1): -100}, "max_tokens": CONTEXT - 1, "prompt": "a"}
+
+    class Quick:
+        async def stream(self, request):
+            for drawn in range(1, 10_000):
+                yield [Piece("x", (Token(1, -1.0),), drawn=drawn)]
+                await asyncio.sleep(0)
+
+    async def give_up(turns):
+        model = await connect("one", local_models["one"])
+        quick = dataclasses.replace(model, backend=Quick())
+        answer = Answer(quick, parse(never, model.vocabulary), Stopwatch(Meters(), "one"), 60)
+        task = asyncio.create_task(answer.whole())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    for turns in range(1, 30):
+        asyncio.run(give_up(turns))
+
+
+def test_others_are_served_while_a_long_text_is_encoded(address, monkeypatch):
+    others_came, parsed = threading.Event(), app.parse
+
+    def slow(body, vocabulary):
+        assert others_came.wait(30)
+        return parsed(body, vocabulary)
+
+    monkeypatch.setattr(app, "parse", slow)
+    with ThreadPoolExecutor() as pool:
+        slowly = pool.submit(post, address, {"prompt": "a", "max_tokens": 1})
+        assert httpx.get(address + "/health", timeout=20).status_code == 200
+        others_came.set()
+        assert slowly.result().status_code == 200
+
+
+SERVES = """
+import sys
+from local_server import LocalModel
+from raygpt.serving.app import Limits
+from raygpt.serving.deployment import listen, run
+made = LocalModel()
+socket = listen("127.0.0.1", 0)
+print(socket.getsockname()[1], flush=True)
+run({"one": made}, [socket], None, Limits())
+made.close()
+"""
+
+
+def test_the_first_interrupt_says_what_it_waits_for_and_the_second_ends_it_quietly():
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVES], env=environment, **pipes) as server:
+        address = f"http://127.0.0.1:{server.stdout.readline().strip()}"
+        never = {
+            "logit_bias": {str(VOCAB - 1): -100},
+            "max_tokens": CONTEXT - 1,
+            "prompt": "a",
+            "n": 60,
+            "stream": True,
+        }
+        transport = httpx.HTTPTransport(retries=20)
+        with (
+            httpx.Client(transport=transport, timeout=60) as client,
+            client.stream("POST", address + "/v1/completions", json=never) as answer,
+        ):
+            lines = answer.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGINT)
+            said = server.stderr.readline()
+            server.send_signal(signal.SIGINT)
+            with contextlib.suppress(httpx.HTTPError):
+                list(lines)
+        rest = server.stderr.read()
+        assert server.wait(30) == 0
+    assert "finishing the requests that are being answered (1)" in said
+    assert "Traceback" not in rest
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/one", "/losses", "/metrics"])
