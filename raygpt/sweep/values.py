@@ -17,7 +17,8 @@ from raygpt.errors import RaygptError
 from raygpt.recipes import read_override
 
 EVENLY = 5  # values of a range that does not say how many
-DIGITS = 3  # of a value between the ends of a range
+DIGITS = 3  # of a value of a range, where so few tell its values apart
+MOST_DIGITS = 16  # that numbers have
 MOST_VALUES, MOST_TRIALS = 100, 1000
 LONGEST_NAME = 100  # of a trial; that of a run has 128 characters, and a fork's has its step behind it
 NUMBER = r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
@@ -59,6 +60,9 @@ def divide(words: Sequence[str]) -> tuple[list[Axis], list[str]]:
             raise RaygptError(f"{key}: is given twice; write all its values in one list")
         else:
             axes.append(Axis(key, values))
+    fixed = {word.partition("=")[0].strip() for word in overrides}
+    if twice := [axis.key for axis in axes if axis.key in fixed]:
+        raise RaygptError(f"{twice[0]}: is given twice, with several values and with one; leave one of the two out")
     return axes, overrides
 
 
@@ -93,29 +97,72 @@ def _values(key: str, text: str) -> tuple[str, ...]:
         return ()
     if found := RANGE.fullmatch(text):
         return _spread(key, found)
+    if text.startswith("log:"):
+        raise RaygptError(f"{key}: {shown(text)} is no range; write e.g. log:1e-3..1e-1, or log:1e-3..1e-1:5 for five")
     values = [piece.strip() for piece in re.split(r",(?![^\[{]*[\]}])", text)]
-    if len(values) > 1 and len({str(read_override(value, key)) for value in values}) < len(values):
+    if len(values) > 1 and len({str(_parsed(read_override(value, key))) for value in values}) < len(values):
         raise RaygptError(f"{key}: {shown(text)} has a value twice; write each once")
     return tuple(values)
 
 
+def _parsed(value: Any) -> Any:
+    """A value with its texts as numbers where they are some: 1 and 1.0 are one value."""
+    if isinstance(value, list):
+        return [_parsed(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _parsed(item) for key, item in value.items()}
+    return typed(value) if isinstance(value, str) else value
+
+
 def _spread(key: str, found: re.Match[str]) -> tuple[str, ...]:
     """The values of a range, from the first to the last."""
-    text, is_log, low, high, count = found[0], bool(found[1]), float(found[2]), float(found[3]), found[4]
+    text, is_log, low, high = found[0], bool(found[1]), float(found[2]), float(found[3])
+    if not math.isfinite(high - low):
+        raise RaygptError(f"{key}: {shown(text)} reaches beyond the largest number, 1.8e308; write ends nearer to 0")
     if low >= high or (is_log and low <= 0):
         above = "log: needs two numbers above 0, the lower first" if is_log else "the lower number comes first"
         raise RaygptError(f"{key}: {shown(text)} is no range; {above}, e.g. log:1e-3..1e-1 or 0..0.2:3")
-    number = int(count) if count else round(math.log2(high / low)) + 1 if is_log else EVENLY
-    if not 2 <= number <= MOST_VALUES:
-        raise RaygptError(f"{key}: {shown(text)} has {number} values; write 2 to {MOST_VALUES}, e.g. {text}:5")
+    number = _count(key, found, low, high)
     shares = [n / (number - 1) for n in range(number)]
-    values = [low * (high / low) ** share if is_log else low + (high - low) * share for share in shares]
+    values = [low ** (1 - share) * high**share if is_log else low + (high - low) * share for share in shares]
+    values[-1] = high
     is_whole = found[2].isdecimal() and found[3].isdecimal()
-    return tuple(dict.fromkeys(_text(value, is_whole) for value in values))
+    texts = _whole(values) if is_whole else _distinct(values)
+    if len(texts) < number and not is_whole:
+        raise RaygptError(f"{key}: {shown(text)} is too narrow for {number} different values; write a wider range")
+    if len(texts) < number and found[4]:
+        fitting = f"{text.removesuffix(found[4])}{len(texts)}"
+        raise RaygptError(f"{key}: {shown(text)} has only {len(texts)} whole numbers; write {fitting}")
+    return texts
 
 
-def _text(value: float, is_whole: bool) -> str:
-    return f"{value:.0f}" if is_whole else f"{value:.{DIGITS}g}"
+def _count(key: str, found: re.Match[str], low: float, high: float) -> int:
+    """How many values a range has."""
+    text, count = found[0], found[4]
+    plain = text.removesuffix(f":{count}") if count else text
+    doublings = math.log2(high) - math.log2(low) if found[1] else 0.0
+    if found[1] and not count and doublings < 0.5:  # so low that doubling has no second value
+        raise RaygptError(f"{key}: {shown(text)} is less than a doubling; write how many values, e.g. {plain}:5")
+    number = int(count[:9]) if count else round(doublings) + 1 if found[1] else EVENLY
+    if not 2 <= number <= MOST_VALUES:
+        values = "value" if number == 1 else "values"
+        raise RaygptError(
+            f"{key}: {shown(text)} has {number:,} {values}; write 2 to {MOST_VALUES}, e.g. {shown(plain + ':5')}"
+        )
+    return number
+
+
+def _whole(values: Sequence[float]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(f"{value:.0f}" for value in values))
+
+
+def _distinct(values: Sequence[float]) -> tuple[str, ...]:
+    """With as many digits as tell them apart, and then one more, so that they stay evenly spaced."""
+    for digits in range(DIGITS, MOST_DIGITS):
+        if len({f"{value:.{digits}g}" for value in values}) == len(values):
+            digits += digits > DIGITS
+            break
+    return tuple(dict.fromkeys(f"{value:.{digits}g}" for value in values))
 
 
 def _plain(text: str) -> str:
