@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from raygpt.planning.target import Target
     from raygpt.sweep.values import Axis
 
+MOST_PRICE = 1e6
+
 
 @app.command(context_settings=UNKNOWN_AS_KEYS)
 def plan(
@@ -26,22 +28,22 @@ def plan(
         ),
     ] = "here",
     price: Annotated[
-        float | None, typer.Option(min=0, help="Price of a device for an hour, to say what the run costs.")
+        float | None, typer.Option(help="Price of a device for an hour, to say what the run costs.")
     ] = None,
     peak: Annotated[
-        float | None, typer.Option(min=0, metavar="TFLOPS", help="Peak in bf16 of a device that is not in the table.")
+        float | None, typer.Option(metavar="TFLOPS", help="Peak in bf16 of a device that is not in the table.")
     ] = None,
-    memory: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="Memory of that device.")] = None,
-    bandwidth: Annotated[
-        float | None, typer.Option(min=0, metavar="GB/S", help="Memory bandwidth of that device.")
-    ] = None,
+    memory: Annotated[float | None, typer.Option(metavar="GIB", help="Memory of that device.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(metavar="GB/S", help="Memory bandwidth of that device.")] = None,
     compile_: Annotated[
         bool, typer.Option("--compile", help="Ask the compiler too: of a TPU slice, or of this machine's devices.")
     ] = False,
     find: Annotated[
         bool, typer.Option("--find", help="Search mesh, remat and accumulation for the fastest, and write the recipe.")
     ] = False,
-    out: Annotated[str, typer.Option(metavar="FILE", help="Where --find writes the recipe.")] = "NAME-found.yaml",
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Where --find writes the recipe; else to NAME-found.yaml.")
+    ] = None,
     svg: Annotated[str | None, typer.Option(metavar="FILE", help="Also draw memory and time by kind.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -52,14 +54,26 @@ def plan(
     from raygpt.planning.target import parse_target
     from raygpt.sweep.values import divide
 
+    _check_options(price, find, out, svg)
     target = parse_target(on, peak, memory, bandwidth)
     axes, single = divide(overrides or [])
     if not axes:
-        _plan_run(recipe, single, target, price, compile_, out if find else None, svg, as_json)
+        found_file = (out or "NAME-found.yaml") if find else None
+        _plan_run(recipe, single, target, price, compile_, found_file, svg, as_json)
     elif compile_ or find or svg:
         raise RaygptError("--compile, --find and --svg: are for one run; leave them out, or give each key one value")
     else:
         _plan_sweep(recipe, axes, single, target, price, as_json)
+
+
+def _check_options(price: float | None, find: bool, out: str | None, svg: str | None) -> None:
+    if price is not None and not 0 <= price <= MOST_PRICE:  # neither inf nor nan, which JSON does not have
+        raise RaygptError(f"--price {price:g}: is no price; write what a device costs for an hour, e.g. --price 2.5")
+    for option, file in (("--out", out), ("--svg", svg)):
+        if file == "":
+            raise RaygptError(f"{option}: is empty; write the file's name, or leave the option out")
+    if out and not find:
+        raise RaygptError("--out: is where --find writes the recipe; add --find, or leave --out out")
 
 
 def _plan_run(

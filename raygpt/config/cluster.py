@@ -57,15 +57,16 @@ class Mesh(Part):
         """Whether every device has a full copy of the model."""
         return self.fsdp == self.tensor == self.context == 1
 
-    def over(self, devices: int) -> dict[str, int]:
-        """The sizes for a number of devices: the axis that is -1 takes what the others leave."""
+    def over(self, devices: int, remedy: str = "change cluster.workers") -> dict[str, int]:
+        """The sizes for a number of devices: the axis that is -1 takes what the others leave. `remedy` is how their
+        number is changed."""
         fixed = prod(size for size in self.sizes().values() if size > 0)
         sizes = {axis: devices // fixed if size == -1 else size for axis, size in self.sizes().items()}
         if prod(sizes.values()) != devices:
             wanted = " × ".join(f"{axis}={size}" for axis, size in self.sizes().items() if size != 1) or "data=1"
             raise RaygptError(
                 f"cluster.mesh: {wanted} does not multiply to the {devices} devices there are; "
-                "write -1 for the axis that takes what is left, or change cluster.workers"
+                f"write -1 for the axis that takes what is left, or {remedy}"
             )
         return sizes
 

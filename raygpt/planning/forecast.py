@@ -14,7 +14,7 @@ from raygpt.planning.loss import Loss, expected_loss
 from raygpt.planning.memory import Memory, step_memory
 from raygpt.planning.micro_batch_size import Split, split_batch
 from raygpt.planning.step_time import StepTime, step_time
-from raygpt.planning.target import Target, devices_on, precision_on, worker_keys
+from raygpt.planning.target import NAME_OTHERS, Target, devices_on, precision_on, worker_keys
 from raygpt.training.totals import in_steps
 
 START_S = 60.0  # Ray, compiling, the first batch
@@ -160,7 +160,7 @@ def _split(recipe: Recipe, vocab: int, devices: Devices) -> tuple[Split, bool]:
         split = split_batch(recipe, vocab, devices)
         return split, split.memory_bytes <= devices.memory_bytes
     except RaygptError:
-        mesh = recipe.cluster.mesh.over(devices.count)  # raises itself if that is what was wrong
+        mesh = recipe.cluster.mesh.over(devices.count, NAME_OTHERS)  # raises itself if that is what was wrong
     across = mesh["data"] * mesh["fsdp"]
     rows_each = -(-recipe.rows // across)
     accumulation = recipe.training.accumulation or rows_each
@@ -170,6 +170,9 @@ def _split(recipe: Recipe, vocab: int, devices: Devices) -> tuple[Split, bool]:
 
 
 def _with_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
-    if corpus.train_tokens is None and (key := recipe.training.in_epochs):
-        raise RaygptError(f"{key}: its corpus is not prepared, so its length is unknown; write training.steps=N")
+    training = recipe.training
+    if corpus.train_tokens is None and (key := training.in_epochs):
+        every = [name for name in ("eval_every", "checkpoint_every") if getattr(training, name) == "epoch"]
+        write = " ".join(f"training.{name}=N" for name in [*(["steps"] if training.epochs else []), *every])
+        raise RaygptError(f"{key}: its corpus is not prepared, so its length is unknown; write {write}")
     return in_steps(recipe, corpus.windows(recipe.model.context))

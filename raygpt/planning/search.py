@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isqrt, prod
 from typing import Any
 
 from pydantic import ValidationError
@@ -97,7 +97,8 @@ def meshes(recipe: Recipe, count: int) -> Iterator[dict[str, int]]:
 
 
 def _divisors(count: int) -> list[int]:
-    return [number for number in range(1, count + 1) if count % number == 0]
+    small = [number for number in range(1, isqrt(count) + 1) if count % number == 0]
+    return sorted({*small, *(count // number for number in small)})
 
 
 def _mesh_keys(mesh: Mapping[str, int]) -> dict[str, Any]:

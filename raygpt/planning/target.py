@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from raygpt.config import Cluster, Recipe
-from raygpt.deploy.tpu import GKE_NAMES, Slice
+from raygpt.deploy.tpu import GKE_NAMES, Slice, slice_of
 from raygpt.engines import choices
 from raygpt.engines.base import Devices
 from raygpt.engines.precision import NUMBER_BYTES, choose_precision
@@ -21,6 +21,10 @@ from raygpt.resources import resources_of_worker
 
 HERE = "here"
 DIMENSIONS = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}
+MOST_DEVICES = 100_000  # more than any machine has; a search looks at every mesh of them
+# Least and most of what the command line may say of a device: from a slow CPU to a thousand of today's largest.
+FIGURES = {"peak": (1e-3, 1e6, "TFLOP/s"), "memory": (1e-3, 1e6, "GiB"), "bandwidth": (1e-3, 1e7, "GB/s")}
+NAME_OTHERS = "name other devices by --on"
 ASK_DRIVER_S = 10.0
 
 
@@ -50,33 +54,64 @@ def parse_target(
 ) -> Target:
     """The target that a text names; `peak` (TFLOP/s), `memory` (GiB) and `bandwidth` (GB/s) describe a device that is
     not in the table, or replace what the table says."""
+    _check_figures(peak=peak, memory=memory, bandwidth=bandwidth)
     if text == HERE:
         return this_machine(peak, memory, bandwidth)
-    slices = re.fullmatch(r"(?:([0-9]+)\*)?([a-z0-9]+):([0-9]+(?:x[0-9]+)*)", text.lower())
-    gpus = re.fullmatch(r"(?:([0-9]+)x)?(?:([0-9]+)x)?([a-z][a-z0-9-]*|[0-9]{4})", text.lower())
+    number, written = r"([0-9]{1,9})", text.lower()
+    slices = re.fullmatch(rf"(?:{number}\*)?([a-z0-9]+):([0-9]{{1,9}}(?:x[0-9]{{1,9}})*)", written)
+    gpus = re.fullmatch(rf"(?:{number}x)?(?:{number}x)?([a-z][a-z0-9-]*|[0-9]{{4}})", written)
     if slices:
         count, name, topology = int(slices[1] or 1), slices[2], [int(size) for size in slices[3].split("x")]
         device = _device(name, text, peak, memory, bandwidth)
         _check_slice(device, topology, text)
-        target = Target(device, count * prod(topology), count, text)
+        target = Target(device, count * prod(topology), count, written)
     elif gpus:
         numbers = [int(number) for number in gpus.groups()[:2] if number]
         device = _device(gpus[3], text, peak, memory, bandwidth)
         if device.platform == "tpu":
-            example = "x".join(["4"] * DIMENSIONS.get(device.name, 2))
-            raise RaygptError(f"--on {text}: a TPU needs its slice; write e.g. --on {device.name}:{example}")
+            raise RaygptError(f"--on {text}: a TPU needs its slice; write e.g. --on {_example(device)}")
         target = _nodes(device, numbers, text)
     else:
-        raise RaygptError(f"--on {text}: is no target; write e.g. h200, 8xh100, 4x8xa100-80, v6e:4x4 or 2*v5p:4x4x4")
+        raise RaygptError(f"--on {text}: is no target; write e.g. {_meant(written)}")
     if not target.count:
-        raise RaygptError(f"--on {text}: has no devices; write e.g. --on 8x{device.name}")
+        raise RaygptError(f"--on {text}: has no devices; write e.g. --on {_example(device)}")
+    if target.count > MOST_DEVICES:
+        raise RaygptError(
+            f"--on {text}: {target.count:,} devices are more than a plan is for; write {MOST_DEVICES:,} or fewer"
+        )
     return target
+
+
+def _check_figures(**figures: float | None) -> None:
+    """Refuse what no device has; not a number is neither more nor less than anything."""
+    for name, figure in figures.items():
+        least, most, unit = FIGURES[name]
+        if figure is not None and not least <= figure <= most:
+            raise RaygptError(f"--{name} {figure:g}: no device has this; write {least:g} to {most:,.0f} {unit}")
+
+
+def _example(device: Device) -> str:
+    """A target with this device."""
+    if device.platform != "tpu":
+        return f"8x{device.name}"
+    return f"{device.name}:{'x'.join(['4'] * DIMENSIONS.get(device.name, 2))}"
+
+
+def _meant(written: str) -> str:
+    """What may have been meant by a text that is no target."""
+    if times := re.fullmatch(r"([1-9][0-9]*)\*([a-z][a-z0-9-]*)", written):
+        device = DEVICES.get(ALIASES.get(times[2], times[2]))
+        if device and device.platform == "gpu":
+            return f"--on {times[1]}x{device.per_node}x{device.name}"
+    return "h200, 8xh100, 4x8xa100-80, v6e:4x4 or 2*v5p:4x4x4"
 
 
 def _device(name: str, text: str, peak: float | None, memory: float | None, bandwidth: float | None) -> Device:
     name = ALIASES.get(name, name)
     if name in DEVICES:
         return _described(Target(DEVICES[name], 1), peak, memory, bandwidth).device
+    if name == "cpu":
+        raise RaygptError(f"--on {text}: a CPU is measured, not looked up; write --on {HERE} on that machine")
     if peak is None or memory is None or bandwidth is None:
         raise RaygptError(
             f"--on {text}: {name} is not one of {', '.join(DEVICES)}; describe it by --peak TFLOPS --memory GIB "
@@ -107,10 +142,21 @@ def _check_slice(device: Device, topology: list[int], text: str) -> None:
         raise RaygptError(f"--on {text}: only TPUs come in slices; write e.g. --on {prod(topology)}x{device.name}")
     wanted = DIMENSIONS.get(device.name, len(topology))
     if len(topology) != wanted:
-        example = "x".join(["4"] * wanted)
         raise RaygptError(
-            f"--on {text}: a slice of {device.name} has {wanted} sides; write e.g. {device.name}:{example}"
+            f"--on {text}: a slice of {device.name} has {wanted} sides; write e.g. --on {_example(device)}"
         )
+    try:
+        slice_of(_kind(device), "x".join(map(str, topology)))
+    except RaygptError:
+        raise RaygptError(
+            f"--on {text}: there is no such slice; its sides are 1 or more, and its chips a multiple of the 4 of a "
+            f"host; write e.g. --on {_example(device)}"
+        ) from None
+
+
+def _kind(device: Device) -> str:
+    """Ray's name of a TPU."""
+    return next(name for name in GKE_NAMES if (known := ray_device(name)) and known.name == device.name)
 
 
 def _nodes(device: Device, numbers: list[int], text: str) -> Target:
@@ -127,7 +173,7 @@ def worker_keys(cluster: Cluster, target: Target) -> dict[str, Any]:
     cores of a CPU."""
     device = target.device
     if device.platform == "tpu":
-        kind = next(name for name in GKE_NAMES if (known := ray_device(name)) and known.name == device.name)
+        kind = _kind(device)
         one = Slice(kind, "x".join(map(str, target.sides)))
         workers = target.groups * one.hosts
         return {"cluster.workers": workers, "cluster.accelerator_type": kind, "cluster.topology": one.topology}
@@ -147,7 +193,7 @@ def devices_on(recipe: Recipe, target: Target) -> Devices:
         return cpu_devices(recipe, 1, 1, cores(), device.memory)
     if device.platform == "tpu" and recipe.engine == "torch":
         raise RaygptError(f"--on {target.name}: engine torch knows no TPU; write engine=jax")
-    precision, mesh = precision_on(recipe, target), recipe.cluster.mesh.over(target.count)
+    precision, mesh = precision_on(recipe, target), recipe.cluster.mesh.over(target.count, NAME_OTHERS)
     setup = device.platform, device.capability, precision, mesh, recipe.model
     is_jax = recipe.engine == "jax"
     scanned = choices.scans(training.compile, device.platform, recipe.model.layers)

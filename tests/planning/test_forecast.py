@@ -4,6 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from math import prod
 
@@ -14,7 +15,7 @@ from raygpt.corpus.extents import Extent
 from raygpt.corpus.index import Index
 from raygpt.errors import RaygptError
 from raygpt.planning.forecast import forecast
-from raygpt.planning.search import fastest, helpful_changes
+from raygpt.planning.search import fastest, helpful_changes, meshes
 from raygpt.planning.step_time import _link, exchange, sent_bytes
 from raygpt.planning.target import parse_target
 from raygpt.recipes import load_recipe
@@ -25,10 +26,15 @@ def planned(recipe, on, tmp_path, **changes):
 
 
 def run(capsys, monkeypatch, *words):
+    return told(capsys, monkeypatch, *words).out
+
+
+def told(capsys, monkeypatch, *words):
+    """What the command writes to standard output and standard error."""
     monkeypatch.setattr("sys.argv", ["raygpt", "plan", *words])
     with contextlib.suppress(SystemExit):
         main()
-    return capsys.readouterr().out
+    return capsys.readouterr()
 
 
 def test_numbers_of_a_run_follow_from_each_other(tmp_path):
@@ -138,8 +144,22 @@ def test_epochs_of_an_unknown_corpus_are_refused(tmp_path):
         planned("gpt2-124m", "h200", tmp_path, **{"training.epochs": 2, "schedule.warmup_steps": 0})
 
 
+@pytest.mark.parametrize(
+    ("changes", "write"),
+    [
+        ({"training.steps": 10, "training.eval_every": "epoch"}, "training.eval_every=N"),
+        ({"training.checkpoint_every": "epoch"}, "training.checkpoint_every=N"),
+        ({"training.epochs": 2, "training.eval_every": "epoch"}, "training.steps=N training.eval_every=N"),
+    ],
+)
+def test_the_keys_to_write_for_epochs_of_an_unknown_corpus_are_those_in_epochs(tmp_path, changes, write):
+    with pytest.raises(RaygptError, match=f"its length is unknown; write {write}$"):
+        planned("gpt2-124m", "h200", tmp_path, **{"schedule.warmup_steps": 0}, **changes)
+
+
 def test_a_mesh_that_does_not_divide_is_refused(tmp_path):
-    with pytest.raises(RaygptError, match=r"cluster\.mesh: data=3 does not multiply to the 8 devices there are"):
+    line = r"cluster\.mesh: data=3 does not multiply to the 8 devices there are; .* or name other devices by --on$"
+    with pytest.raises(RaygptError, match=line):
         planned("gpt2-124m", "8xh100", tmp_path, **{"cluster.mesh": {"data": 3}})
 
 
@@ -167,6 +187,29 @@ def test_find_writes_a_recipe_that_loads_and_uses_all_devices(tmp_path, capsys, 
     assert found.training.accumulation
     assert found.cluster.workers == prod(found.cluster.mesh.sizes().values()) == 4
     assert forecast(found, parse_target("4xl4")).fits
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--find", "--out", ""], "--out: is empty; write the file's name, or leave the option out"),
+        (["--svg", ""], "--svg: is empty; write the file's name, or leave the option out"),
+        (["--out", "mine.yaml"], "--out: is where --find writes the recipe; add --find, or leave --out out"),
+        (["--price", "inf"], "--price inf: is no price; write what a device costs for an hour, e.g. --price 2.5"),
+        (["--price", "-1"], "--price -1: is no price; write what a device costs for an hour, e.g. --price 2.5"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(words, line, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert f"error: {line}\n" in told(capsys, monkeypatch, "tiny", "--on", "h200", *words).err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_largest_target_is_searched_within_seconds(tmp_path):
+    start = planned("tiny", "v6e:250x400", tmp_path)
+    began = time.monotonic()
+    assert list(meshes(start.recipe, start.target.count))
+    assert time.monotonic() - began < 1
 
 
 def test_a_plan_imports_neither_an_engine_nor_ray():

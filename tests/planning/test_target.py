@@ -23,6 +23,7 @@ from raygpt.recipes import load_recipe
         ("v6e:4x4", "v6e", 16, 1),
         ("v5e:16x16", "v5e", 256, 1),
         ("2*v5p:4x4x4", "v5p", 128, 2),
+        ("V6E:4X4", "v6e", 16, 1),
     ],
 )
 def test_a_target_is_devices_in_nodes_or_slices(text, device, count, groups):
@@ -36,7 +37,16 @@ def test_a_target_is_devices_in_nodes_or_slices(text, device, count, groups):
         ("h300", "--on h300: h300 is not one of b200, "),
         ("16xh100", "--on 16xh100: a node has at most 8 GPUs; write e.g. --on 2x8xh100"),
         ("v6e", "--on v6e: a TPU needs its slice; write e.g. --on v6e:4x4"),
-        ("v6e:4x4x4", "--on v6e:4x4x4: a slice of v6e has 2 sides; write e.g. v6e:4x4"),
+        ("v6e:4x4x4", "--on v6e:4x4x4: a slice of v6e has 2 sides; write e.g. --on v6e:4x4"),
+        ("v6e:3x5", "--on v6e:3x5: there is no such slice; its sides are 1 or more, and its chips a multiple of the 4"),
+        ("v4:3x3x3", "--on v4:3x3x3: there is no such slice; "),
+        ("v6e:0x4", "--on v6e:0x4: there is no such slice; "),
+        ("0*v6e:4x4", "--on 0*v6e:4x4: has no devices; write e.g. --on v6e:4x4"),
+        ("v6e:5000x5000", "--on v6e:5000x5000: 25,000,000 devices are more than a plan is for; write 100,000 or fewer"),
+        ("9999999x8xh100", "--on 9999999x8xh100: 79,999,992 devices are more than a plan is for"),
+        ("9" * 5000 + "xh100", "--on 999"),
+        ("2*h100", "--on 2*h100: is no target; write e.g. --on 2x8xh100"),
+        ("8xcpu", "--on 8xcpu: a CPU is measured, not looked up; write --on here on that machine"),
         ("h200:4x4", "--on h200:4x4: only TPUs come in slices; write e.g. --on 16xh200"),
         ("0xh100", "--on 0xh100: has no devices; write e.g. --on 8xh100"),
         ("??", "--on ??: is no target; write e.g. h200, 8xh100, 4x8xa100-80, v6e:4x4 or 2*v5p:4x4x4"),
@@ -53,6 +63,21 @@ def test_an_unknown_device_is_described_by_three_figures():
     got = parse_target("8xmi300", peak=1300, memory=192, bandwidth=5300)
     assert (got.device.peak, got.device.memory, got.device.bandwidth, got.count) == (1.3e15, 192 * GIB, 5.3e12, 8)
     assert parse_target("h200", memory=100).device.memory == 100 * GIB
+
+
+@pytest.mark.parametrize("on", ["h200", "8xmi300", "here"])
+@pytest.mark.parametrize("figure", [0, 1e-12, -1, float("inf"), float("nan"), 1e308])
+@pytest.mark.parametrize("name", ["peak", "memory", "bandwidth"])
+def test_figures_that_no_device_has_are_refused(on, name, figure):
+    figures = {"peak": 1300, "memory": 192, "bandwidth": 5300, name: figure}
+    with pytest.raises(RaygptError, match=rf"^--{name} .+: no device has this; write 0.001 to 1.*,000 ?"):
+        parse_target(on, **figures)
+
+
+def test_a_slice_in_capitals_has_its_sides_and_workers():
+    target = parse_target("V6E:4X4")
+    assert target.sides == (4, 4)
+    assert worker_keys(load_recipe("tiny").cluster, target)["cluster.topology"] == "4x4"
 
 
 def test_this_machines_gpus_are_those_that_the_driver_reports(monkeypatch):
