@@ -110,6 +110,7 @@ def _plan_run(
                 **found.as_dict(price),
                 "changes": others,
                 "unused": found.unused,
+                "notes": found.notes,
                 **({"written": file} if found_file else {}),
                 **({"compiled": answer.as_dict()} if answer else {}),
             }

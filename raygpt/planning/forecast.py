@@ -10,7 +10,7 @@ from raygpt.engines.padding import padded_vocab
 from raygpt.errors import RaygptError
 from raygpt.models import Description, describe
 from raygpt.planning.corpus import Corpus, look_up
-from raygpt.planning.loss import Loss, expected_loss
+from raygpt.planning.loss import Loss, expected_loss, unreadable_laws
 from raygpt.planning.memory import Memory, step_memory
 from raygpt.planning.micro_batch_size import Split, split_batch
 from raygpt.planning.step_time import StepTime, step_time
@@ -19,6 +19,11 @@ from raygpt.training.totals import in_steps
 
 START_S = 60.0  # Ray, compiling, the first batch
 CHECKPOINT_BANDWIDTH = 1e9  # bytes/s to a disk or an object store, assumed
+LAUNCHES_S = 1e-3  # of a step: below, launching its kernels takes longer than what they compute
+LAUNCHES = (
+    "a step of less than 1 ms takes longer than planned: the time to launch its kernels is not counted, and decides; "
+    "measure it, on one device first"
+)
 EVALUATED = 1 / 3  # of a step's time per token: a forward pass
 
 
@@ -87,6 +92,13 @@ class Forecast:
         write = " ".join(f"{key}={value}" for key, value in keys.items())
         used = f"{workers * self.target.count // needed} of the {self.target.count} devices"
         return f"cluster.workers: {self.recipe.cluster.workers} would use {used}; train with {write}"
+
+    @property
+    def notes(self) -> list[str]:
+        """What was assumed or left out, and what the numbers do not say, each in one line."""
+        hurried = [LAUNCHES] if self.time.total < LAUNCHES_S and self.target.device.platform != "cpu" else []
+        laws = unreadable_laws(self.recipe.run.storage)
+        return [*self.corpus.assumed, *filter(None, [self.unused]), *hurried, *laws]
 
     def cost(self, price: float) -> float:
         """At so much per device and hour."""

@@ -21,6 +21,7 @@ and of what a law may miss so far from its rungs; the 10th and the 90th percenti
 than FEWEST_RUNGS is not used.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -117,13 +118,43 @@ def expected_loss(recipe: Recipe, parameters: int, tokens: int) -> Loss | None:
 
 
 def laws_beside(home: str, family: Mapping[str, Any]) -> Iterator[Law]:
-    """The laws of a family in the folders of `home`."""
+    """The laws of a family in the folders of `home`, without those that cannot be read."""
+    for _, law in _found(home, family):
+        if law:
+            yield law
+
+
+def unreadable_laws(home: str) -> list[str]:
+    """A line for each law in the folders of `home` that cannot be read: files of other runs, so no reason to refuse."""
+    return [f"{uri} is left out: it is no scaling law; delete it" for uri, law in _found(home, None) if law is None]
+
+
+def _found(home: str, family: Mapping[str, Any] | None) -> Iterator[tuple[str, Law | None]]:
+    """Address and law of each file of a family, or of any; None for what is no law."""
     home = storage.absolute(home)
     for name in sorted(storage.folders(home)):
-        read = storage.read_json(storage.join(home, name, SCALING))
-        if read and read.get("format") == FORMAT and read["family"] == family:
-            rungs = tuple(Measured(**rung) for rung in read["rungs"])
-            yield Law(read["law"], np.array(read["samples"]), read["noise"], rungs, name)
+        uri = storage.join(home, name, SCALING)
+        try:
+            read = json.loads(storage.read_bytes(uri))
+            if read["format"] == FORMAT and family in (None, read["family"]):
+                yield uri, _law(read, name)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except (OSError, ValueError, LookupError, OverflowError, TypeError):
+            yield uri, None
+
+
+def _law(read: Mapping[str, Any], name: str) -> Law:
+    """A law as its file has it; a ValueError or the like if it has no such numbers."""
+    terms = {term: float(read["law"][term]) for term in TERMS}
+    samples = np.array(read["samples"], dtype=float).reshape(-1, len(TERMS))
+    rungs = tuple(Measured(**rung) for rung in read["rungs"])
+    sizes = [(float(rung.parameters), float(rung.tokens), float(rung.loss)) for rung in rungs]
+    noise = float(read["noise"])
+    numbers = [noise, *terms.values(), *samples.flat, *(number for rung in sizes for number in rung)]
+    if not (len(samples) and np.isfinite(numbers).all() and min(terms["p"], *samples[:, -1], *map(min, sizes)) > 0):
+        raise ValueError(f"{SCALING} has numbers that no law has")
+    return Law(terms, samples, noise, rungs, name)
 
 
 def doublings(size: Any, tokens: Any) -> Any:

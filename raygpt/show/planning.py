@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from raygpt import storage
-from raygpt.formatting import size, time_span
+from raygpt.formatting import short_time, size, time_span
 from raygpt.show import chart
 from raygpt.show.console import out, show_notes, table_of
 
@@ -26,9 +27,9 @@ def show_forecast(plan: "Forecast", price: float | None, changes: Sequence["Chan
     out.print(f"[bold]{escape(str(plan.recipe.run.name))} on {escape(str(plan.target))}[/]", soft_wrap=True)
     out.print(table_of(_facts(plan, price)))
     _show_kinds(MEMORY, memory_kinds(plan.as_dict()), size)
-    _show_kinds(TIME, time_kinds(plan.as_dict()), lambda seconds: f"{1e3 * seconds:,.1f} ms")
+    _show_kinds(TIME, time_kinds(plan.as_dict()), short_time)
     _show_changes(plan, changes)
-    show_notes([*plan.corpus.assumed, *filter(None, [plan.unused])])
+    show_notes(plan.notes)
 
 
 def memory_kinds(plan: Mapping[str, Any]) -> dict[str, float]:
@@ -48,9 +49,9 @@ def _facts(plan: "Forecast", price: float | None) -> list[tuple[str, str]]:
     kernels = "fused" if plan.devices.fused else "plain"
     engine = f"jax, {kernels} kernels" if plan.recipe.engine == "jax" else "torch"
     facts = [
-        (verdict, f"{size(need)} of {size(limit)} on each device, {need / limit:.0%}"),
+        (verdict, f"{size(need)} of {size(limit)} on each device, {need / limit:,.0%}"),
         ("batch", f"{_batch(plan)}; mesh {mesh}"),
-        ("speed", f"{plan.tokens_per_s:,.0f} tokens/s, {1e3 * plan.time.total:,.1f} ms a step, MFU {plan.mfu:.1%}"),
+        ("speed", f"{plan.tokens_per_s:,.0f} tokens/s, {short_time(plan.time.total)} a step, MFU {plan.mfu:.1%}"),
         ("run", _run(plan)),
         ("cost", "" if price is None else f"{plan.cost(price):,.2f} at {price:g} per device-hour"),
         ("checkpoints", _checkpoints(plan)),
@@ -63,7 +64,9 @@ def _facts(plan: "Forecast", price: float | None) -> list[tuple[str, str]]:
 def _batch(plan: "Forecast") -> str:
     split = plan.split
     devices = "1 device" if split.devices == 1 else f"{split.devices:,} devices"
-    return f"{split.rows:,} rows = {split.micro_rows:,} × {split.accumulation} accumulated, {devices}"
+    padding = split.micro_rows * split.accumulation - split.rows
+    padded = f", {padding:,} of them padding" if padding else ""
+    return f"{split.rows:,} rows = {split.micro_rows:,} × {split.accumulation:,} accumulated{padded}, {devices}"
 
 
 def _run(plan: "Forecast") -> str:
@@ -104,9 +107,9 @@ def _show_changes(plan: "Forecast", changes: Sequence["Change"]) -> None:
     for change in changes:
         other = change.forecast
         ratio = other.tokens_per_s / plan.tokens_per_s
-        figures = f"{other.tokens_per_s:,.0f} tokens/s ({ratio - 1:+.0%}), {size(other.memory.total)}"
-        table.add_row(f"  {escape(str(change))}", figures + ("" if change.is_same_run else "; another run"))
-    out.print(table)
+        figures = f"{other.tokens_per_s:,.0f} tokens/s ({ratio - 1:+,.0%}), {size(other.memory.total)}"
+        table.add_row(escape(str(change)), figures + ("" if change.is_same_run else "; another run"))
+    out.print(Padding(table, (0, 0, 0, 2)))
 
 
 def show_found(change: "Change", file: str) -> None:
@@ -139,6 +142,6 @@ def bars(plan: Mapping[str, Any]) -> list[tuple[str, Sequence[chart.Bar]]]:
         (title, [chart.Bar(kind, value, text(value)) for kind, value in kinds.items() if value])
         for title, kinds, text in (
             (MEMORY, memory_kinds(plan), size),
-            (TIME, time_kinds(plan), lambda seconds: f"{1e3 * seconds:,.1f} ms"),
+            (TIME, time_kinds(plan), short_time),
         )
     ]

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from raygpt.models import describe
-from raygpt.planning.loss import expected_loss, family_of
+from raygpt.planning.forecast import forecast
+from raygpt.planning.loss import expected_loss, family_of, unreadable_laws
+from raygpt.planning.target import parse_target
 from raygpt.recipes import load_recipe
 
 LAW = {"E": 1.7, "A": 110.0, "a": 0.24, "B": 180.0, "b": 0.25, "S": 1e8, "p": 3.0}
@@ -16,7 +18,7 @@ def tiny(storage, **changes):
     return load_recipe("tiny", {"run.storage": str(storage), **changes})
 
 
-def write_law(storage, name="ladder", rungs=6, spread=0.02, noise=0.004, **changes):
+def write_law(storage, name="ladder", rungs=6, spread=0.02, noise=0.004, changes=(), **more):
     """A law whose floor E varies by `spread` between its samples."""
     floors = np.random.default_rng(1).normal(LAW["E"], spread, 200)
     content = {
@@ -26,7 +28,8 @@ def write_law(storage, name="ladder", rungs=6, spread=0.02, noise=0.004, **chang
         "samples": [[floor, *list(LAW.values())[1:]] for floor in floors],
         "noise": noise,
         "rungs": [{"run": f"rung-{n}", "parameters": 10**6, "tokens": 10**8, "loss": 4.0} for n in range(rungs)],
-        **changes,
+        **more,
+        **dict(changes),
     }
     (storage / name).mkdir()
     (storage / name / "scaling.json").write_text(json.dumps(content))
@@ -53,6 +56,37 @@ def test_without_a_law_of_the_family_nothing_is_expected(tmp_path):
         "in enough, 1,000 times the largest one's size × tokens"
     )
     assert expected_loss(tiny(tmp_path, **{"data.tokenizer": "bytes"}), 10**8, 10**9) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[1]",
+        "3",
+        '{"format": 3}',
+        '{"format": 3, "family": 1, "law": {}}',
+        {"samples": []},
+        {"samples": [[1, 2]]},
+        {"law": {**LAW, "p": 0}},
+        {"law": {**LAW, "E": None}},
+        {"noise": float("nan")},
+        {"rungs": [{"run": "a", "parameters": 0, "tokens": 1, "loss": 4.0}] * 4},
+        {"rungs": [{"run": "a", "size": 1}] * 4},
+        {"rungs": {"a": 1}},
+    ],
+)
+def test_a_file_that_is_no_law_is_left_out_with_a_note(tmp_path, content):
+    write_law(tmp_path, "sound")
+    if isinstance(content, str):
+        (tmp_path / "damaged").mkdir()
+        (tmp_path / "damaged" / "scaling.json").write_text(content)
+    else:
+        write_law(tmp_path, "damaged", changes=content)
+    assert " runs in sound" in expected_loss(tiny(tmp_path), 10**8, 10**9).rests_on
+    line = f"{tmp_path}/damaged/scaling.json is left out: it is no scaling law; delete it"
+    assert unreadable_laws(str(tmp_path)) == [line]
+    assert line in forecast(tiny(tmp_path), parse_target("h200")).notes
 
 
 @pytest.mark.parametrize(
