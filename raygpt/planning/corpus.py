@@ -40,7 +40,11 @@ def look_up(data: Data, home: str) -> Corpus:
         tokens = [sum(index.tokens(stream) for index in indexes) for stream in ("train", "val")]
         return Corpus(max(index.vocab for index in indexes), tokens[0], tokens[1])
     vocab, notes = _vocabulary(data.tokenizer), []
-    tokens_in = [_assumed_tokens(part.source, data) for part in data.sources]
+    _check_is_there(data)
+    tokens_in = [
+        index.tokens("train") + index.tokens("val") if index else _assumed_tokens(part.source, data)
+        for index, part in zip(found, data.sources, strict=True)
+    ]
     known = [count for count in tokens_in if count is not None]
     total = sum(known) if len(known) == len(tokens_in) else None
     name = ", ".join(part.source for part in data.sources)
@@ -75,6 +79,13 @@ def _could_be(vocab: int, tokenizer: str) -> bool:
 def _vocabulary(tokenizer: str) -> int:
     trained = re.fullmatch(r"bpe:([0-9]+)", tokenizer)
     return int(trained[1]) if trained else VOCABULARIES.get(tokenizer, VOCABULARIES["gpt2"])
+
+
+def _check_is_there(data: Data) -> None:
+    """Refuse a local text that a run would not find either."""
+    for source in [*(part.source for part in data.sources), data.val]:
+        if isinstance(source, str) and is_path(source) and not storage.is_remote(source) and not is_prepared(source):
+            resolve(source, data.column, digests=False)
 
 
 def _assumed_tokens(source: str, data: Data) -> int | None:
