@@ -11,7 +11,7 @@ from raygpt import storage
 from raygpt.config import Recipe
 from raygpt.errors import RaygptError
 from raygpt.planning.corpus import Corpus
-from raygpt.planning.forecast import Forecast, forecast
+from raygpt.planning.forecast import LAUNCHES_S, Forecast, forecast
 from raygpt.planning.target import Target, devices_on, worker_keys
 
 REMATS = ("none", "products", "blocks")
@@ -79,10 +79,18 @@ def fastest(recipe: Recipe, target: Target, corpus: Corpus) -> Change:
             f"--find: no mesh and no recomputation fits on {target}, the least needs {least / 2**30:.1f} GiB of "
             f"{devices.memory_bytes / 2**30:.1f}; name more devices, or a smaller model"
         )
-    best = max(fitting, key=lambda change: change.forecast.tokens_per_s)
+    best = _fastest_of(fitting)
     split = best.forecast.split.accumulation
     again = _change(recipe, target, corpus, {**best.keys, "training.accumulation": split})
     return again or best
+
+
+def _fastest_of(fitting: Sequence[Change]) -> Change:
+    """Where a mesh of data and fsdp alone takes less than 1 ms a step, none that splits products is chosen."""
+    simple = [change for change in fitting if _keeps_rows_whole(change.forecast.mesh)]
+    if any(change.forecast.time.total < LAUNCHES_S for change in simple):
+        fitting = simple
+    return max(fitting, key=lambda change: change.forecast.tokens_per_s)
 
 
 def meshes(recipe: Recipe, count: int) -> Iterator[dict[str, int]]:
@@ -140,11 +148,21 @@ def _changes(now: Forecast, every: Iterator[dict[str, Any]], is_same_run: bool =
 def _meshes(now: Forecast) -> Iterator[Change]:
     if prod(now.mesh.values()) > 1 and now.target.count > 1:
         others = (mesh for mesh in meshes(now.recipe, now.target.count) if mesh != now.mesh)
-        yield from _changes(now, (_without_ones(mesh) for mesh in others))
+        if now.fits and now.time.total < LAUNCHES_S:
+            others = (mesh for mesh in others if _keeps_rows_whole(mesh))
+        yield from _changes(now, (_different(now.recipe, mesh) for mesh in others))
 
 
-def _without_ones(mesh: Mapping[str, int]) -> dict[str, Any]:
-    return {key: size for key, size in _mesh_keys(mesh).items() if size > 1 or key.endswith("data")}
+def _keeps_rows_whole(mesh: Mapping[str, int]) -> bool:
+    """Whether no product is split over devices: splitting saves nothing where launching kernels decides."""
+    return mesh["tensor"] == mesh["context"] == 1
+
+
+def _different(recipe: Recipe, mesh: Mapping[str, int]) -> dict[str, Any]:
+    """The keys of a mesh without those axes that are 1 in the recipe and stay so."""
+    before = recipe.cluster.mesh.sizes()
+    kept = {axis: size for axis, size in mesh.items() if axis == "data" or not size == before[axis] == 1}
+    return _mesh_keys(kept)
 
 
 def _remats(now: Forecast) -> Iterator[Change]:

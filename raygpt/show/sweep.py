@@ -38,7 +38,7 @@ def show_plan(sweep: "Sweep", at_once: int, seconds: float | None, cost: str = "
                 *keys,
                 ("trials", f"{len(sweep.trials)} of {length}, {at_once} at once"),
                 *rounds,
-                ("to the end", f"{sweep.finalists} trials"),
+                ("to the end", "1 trial" if sweep.finalists == 1 else f"{sweep.finalists} trials"),
                 ("tokens", tokens),
                 *([("time", f"about {time_span(seconds)}{cost}")] if seconds else []),
                 ("folder", relative_path(sweep.folder)),

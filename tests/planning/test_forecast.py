@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -65,6 +66,46 @@ def test_where_memory_is_plentiful_only_changes_that_make_it_faster_are_listed(r
     assert all(change.forecast.tokens_per_s > 1.01 * got.tokens_per_s for change in helpful_changes(got))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "fixed"),
+    [
+        ("gpt2-124m", {"cluster.mesh.tensor": 2}),
+        ("modern-1.5b", {"cluster.mesh.data": 4, "cluster.mesh.fsdp": 2}),
+        ("gpt2-124m", {"cluster.mesh.data": 1, "cluster.mesh.fsdp": 4, "cluster.mesh.tensor": 2}),
+    ],
+)
+def test_axes_that_a_recipe_fixes_can_become_one_again(recipe, fixed, tmp_path):
+    got = planned(recipe, "8xh100", tmp_path, **fixed)
+    meshes_of = [change for change in helpful_changes(got) if any("mesh" in key for key in change.keys)]
+    best = fastest(got.recipe, got.target, got.corpus).forecast
+    assert best.tokens_per_s > 1.01 * got.tokens_per_s
+    changed = load_recipe(recipe, {"run.storage": str(tmp_path), **fixed, **meshes_of[0].keys})  # keys that train takes
+    assert forecast(changed, got.target).mesh == meshes_of[0].forecast.mesh
+    if got.recipe.training.remat == best.recipe.training.remat:
+        assert meshes_of[0].forecast.mesh == best.mesh
+
+
+def test_no_mesh_that_splits_products_is_proposed_where_a_step_takes_less_than_a_millisecond(tmp_path):
+    got = planned("tiny", "8xh100", tmp_path)
+    assert got.time.total < 1e-3
+    assert any("a step of less than 1 ms takes longer than planned" in note for note in got.notes)
+    proposed = [fastest(got.recipe, got.target, got.corpus), *helpful_changes(got)]
+    assert all(change.forecast.mesh["tensor"] == change.forecast.mesh["context"] == 1 for change in proposed)
+    assert not any("1 ms" in note for note in planned("gpt2-124m", "8xh100", tmp_path).notes)
+
+
+def test_a_small_steps_kinds_are_no_zeros_and_a_long_change_keeps_its_indent(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run(capsys, monkeypatch, "tiny", "--on", "v6e:16x16", f"run.storage={tmp_path}", "cluster.mesh.tensor=2")
+    assert re.search(r"products +[0-9.]+ (µs|ns)", text)
+    assert " 0.0 ms" not in text
+    assert "0.0 s each" not in text
+    assert "32 rows = 128 × 1 accumulated, 96 of them padding" in " ".join(text.split())
+    changes = text.partition("changes that would help most\n")[2].partition("note:")[0]
+    assert "cluster.mesh.tensor=1" in changes
+    assert all(line.startswith("  ") for line in changes.splitlines() if line.strip())
+
+
 def test_a_few_tokens_for_each_parameter_are_not_none(tmp_path, capsys, monkeypatch):
     words = ["gpt2-124m", "--on", "h200", f"run.storage={tmp_path}"]
     assert "4,915,200 tokens, 0.039 a parameter" in run(capsys, monkeypatch, *words, "training.steps=10")
@@ -126,6 +167,19 @@ def test_a_corpus_that_is_not_prepared_is_assumed_and_said(tmp_path):
     got = planned("gpt2-124m", "h200", tmp_path, **{"data.source": str(text), "data.val": 0.1, "data.split": "tail"})
     assert (got.corpus.train_tokens, got.corpus.val_tokens) == (9_000, 1_000)
     assert got.corpus.assumed[0].endswith("a vocabulary of 50,257 and 10,000 tokens by its size are assumed")
+
+
+@pytest.mark.parametrize("changes", [{}, {"data.limit": 10}, {"data.source": "wikitext:/nope/here.txt"}])
+def test_a_text_that_is_not_there_is_refused(tmp_path, changes):
+    with pytest.raises(RaygptError, match="no text at '/nope"):
+        planned("tiny", "h200", tmp_path, **{"data.source": "/nope.txt"} | changes)
+    with pytest.raises(RaygptError, match="no text at '/nope"):
+        planned("tiny", "h200", tmp_path, **{"data.source": "hf:a/b", "data.val": "/nope.txt"})
+
+
+@pytest.mark.parametrize("source", ["hf:owner/name", "wikitext-103"])
+def test_a_text_that_is_elsewhere_is_assumed(tmp_path, source):
+    assert planned("gpt2-124m", "h200", tmp_path, **{"data.source": source}).corpus.train_tokens is None
 
 
 def test_a_prepared_corpus_is_found_beside_the_runs(tmp_path):
