@@ -108,7 +108,7 @@ def serve(
         console.note(f"loading {', '.join(models)}" + (", as soon as there is a checkpoint" if follow else ""))
         with deployed(models, Replicas(replicas, gpus)) as backends:
             results.show_serving(list(models), socket.getsockname()[:2], key is not None)
-            serve_until_interrupted(backends, [socket], key, Limits(answer_s=timeout))
+            serve_until_interrupted(backends, [socket], key, Limits(answer_s=timeout), console.note)
 
 
 @app.command("export")

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from raygpt.serving.app import Backend, Limits, connect, make_app
 from raygpt.serving.memory import MOST
 from raygpt.serving.model import Options, RunModel
 from raygpt.serving.texts import Piece, Request
-from raygpt.show import console
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,14 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
-def run(backends: Mapping[str, Backend], listening: Sequence[socket.socket], key: str | None, limits: Limits) -> None:
-    """Serve until Ctrl-C: the first lets requests end, the second does not."""
+def run(
+    backends: Mapping[str, Backend],
+    listening: Sequence[socket.socket],
+    key: str | None,
+    limits: Limits,
+    note: Callable[[str], None],
+) -> None:
+    """Serve until Ctrl-C: the first lets requests end, and notes how many; the second does not."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -131,9 +136,7 @@ def run(backends: Mapping[str, Backend], listening: Sequence[socket.socket], key
                 logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what is broken off has no traceback
                 self.force_exit = True
             elif unfinished:
-                console.note(
-                    f"finishing the requests that are being answered ({unfinished}); Ctrl-C again breaks them off"
-                )
+                note(f"finishing the requests that are being answered ({unfinished}); Ctrl-C again breaks them off")
             self.should_exit = True
 
     async def main() -> None:

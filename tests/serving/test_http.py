@@ -348,7 +348,7 @@ from raygpt.serving.deployment import listen, run
 made = LocalModel()
 socket = listen("127.0.0.1", 0)
 print(socket.getsockname()[1], flush=True)
-run({"one": made}, [socket], None, Limits())
+run({"one": made}, [socket], None, Limits(), lambda text: print(text, file=sys.stderr, flush=True))
 made.close()
 """
 
