@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 import yaml
+from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from raygpt import storage
@@ -37,6 +39,11 @@ STOP_WAIT_S = 300  # how long a job that is stopped may take to save; Ray's own 
 RUNNING = (JobStatus.PENDING, JobStatus.RUNNING)
 POLL_S = 1.0
 END_S = 60.0  # within which a job server ends the job that asked for it
+EXAMPLE = "http://head:8265"
+NO_ANSWER = (OSError, RuntimeError)  # refused or closed connections, and statuses other than 200
+NOT_AN_ANSWER = (ValueError, LookupError, TypeError, AttributeError)  # an HTML page, or JSON of another server
+TRY_AGAIN = "try again, or read the dashboard's log on its head"
+LOST = ("no longer answers", "if its head is lost, submit the run again, and it resumes")
 OF_RAY = re.compile(r"[\d-]+ [\d:,]+\t|Running entrypoint for job ")  # lines that Ray adds to a job's log
 for noisy in ("dashboard.modules.job.sdk", "dashboard.modules.dashboard_sdk", "_private.runtime_env.packaging"):
     logging.getLogger(f"ray.{noisy}").setLevel(logging.WARNING)  # uploads and closed sockets are not the run's progress
@@ -62,23 +69,21 @@ class JobServer:
     """A cluster's job server, by the address of its dashboard."""
 
     def __init__(self, address: str):
-        self.address = address if "://" in address else f"http://{address}"
+        self.address = _checked(address)
         try:
             self._client = JobSubmissionClient(self.address)
-        except ray.exceptions.AuthenticationError:
+        except AuthenticationError:
+            raise self._wants_token() from None
+        except (*NO_ANSWER, *NOT_AN_ANSWER) as error:
             raise RaygptError(
-                f"the Ray cluster at {self.address} wants its token; copy ~/.ray/auth_token from its head node to the "
-                "same place here, and export RAY_AUTH_MODE=token"
-            ) from None
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise RaygptError(
-                f"no Ray job server answers at {self.address} ({first_line(error)}); name the dashboard's address, "
-                "e.g. http://head:8265"
+                f"no Ray job server answers at {self.address} ({first_line(error)[:200]}); name the dashboard's "
+                f"address, e.g. {EXAMPLE}"
             ) from None
 
     def jobs(self) -> list[Job]:
         """The runs that were submitted here, the newest first."""
-        found = [_job(details) for details in self._client.list_jobs() if RUN_KEY in (details.metadata or {})]
+        with self._explained():
+            found = [_job(details) for details in self._client.list_jobs() if RUN_KEY in (details.metadata or {})]
         return sorted(found, key=lambda job: job.started or 0, reverse=True)
 
     def find(self, name: str) -> Job:
@@ -125,25 +130,20 @@ class JobServer:
                 "excludes": ["/code"],
                 "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
             }
-            try:
+            with self._explained("did not accept the run"):
                 self._client.submit_job(
                     entrypoint=f"python -m raygpt train {RECIPE} --unattended{' --force' * force}",
                     submission_id=name,
                     runtime_env=environment,
                     metadata={RUN_KEY: folder, NAME_KEY: str(recipe.run.name)},
                 )
-            except (RuntimeError, OSError) as error:
-                raise RaygptError(
-                    f"{self.address} did not accept the run ({first_line(error)[:300]}); try again, or read the "
-                    "dashboard's log on its head"
-                ) from None
         return self.find(name)
 
     def follow(self, job: Job, say: Callable[[str], None]) -> Job:
         """Pass on what the run prints, from its beginning, until the job has ended; returns the job as it ended."""
         asyncio.run(self._tail(job.id, say))
         while True:
-            with self._explained():
+            with self._explained(*LOST):
                 job = _job(self._client.get_job_info(job.id))
             if not job.is_running:
                 return job
@@ -152,41 +152,56 @@ class JobServer:
     async def _tail(self, job_id: str, say: Callable[[str], None]) -> None:
         texts = self._client.tail_job_logs(job_id)
         while True:
-            with self._explained():
+            with self._explained(*LOST):
                 text = await anext(texts, None)
             if text is None:
                 return
             say(_of_the_run(text))
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained(self, what: str = "did not answer", remedy: str = TRY_AGAIN) -> Iterator[None]:
         """Convert exceptions of Ray's client, which are of three libraries, into one line."""
         from aiohttp import ClientError
 
         try:
             yield
-        except (RuntimeError, OSError, ClientError) as error:
+        except AuthenticationError:
+            raise self._wants_token() from None
+        except NOT_AN_ANSWER as error:
             raise RaygptError(
-                f"{self.address} no longer answers ({first_line(error)}); if its head is lost, submit the run again, "
-                "and it resumes"
+                f"{self.address} does not answer as a Ray job server does ({first_line(error)[:200]}); name the "
+                f"dashboard's address, e.g. {EXAMPLE}"
             ) from None
+        except (*NO_ANSWER, ClientError) as error:
+            raise RaygptError(f"{self.address} {what} ({first_line(error)[:300]}); {remedy}") from None
+
+    def _wants_token(self) -> RaygptError:
+        return RaygptError(
+            f"the Ray cluster at {self.address} wants its token; copy ~/.ray/auth_token from its head node to the "
+            "same place here, and export RAY_AUTH_MODE=token"
+        )
 
     def logs(self, job: Job) -> str:
         """What the run has printed so far."""
-        return _of_the_run(str(self._client.get_job_logs(job.id)))
+        with self._explained():
+            return _of_the_run(str(self._client.get_job_logs(job.id)))
 
     def stop(self, job: Job) -> None:
         """Ask a job to save and end."""
         if not job.is_running:
             raise RaygptError(f"{job.name} is not being trained: job {job.id} is {job.status}")
-        self._client.stop_job(job.id)
+        with self._explained():
+            self._client.stop_job(job.id)
 
     # What the cluster has
 
     def _get(self, path: str) -> dict[str, Any]:
         """The dashboard's answer. Its client has no public method for these."""
-        answer: dict[str, Any] = self._client._do_request("GET", path).json()["data"]
-        return answer
+        with self._explained():
+            response = self._client._do_request("GET", path)
+            if response.status_code != 200:
+                raise RuntimeError(f"status code {response.status_code} for {path}")
+            return dict(response.json()["data"])
 
     def _check_versions(self) -> None:
         there = self._get("/api/v0/cluster_metadata")
@@ -203,25 +218,42 @@ class JobServer:
         cluster = recipe.cluster
         if cluster.topology or self._has_autoscaler():
             return  # slices and nodes to come: Ray Train counts them when the run starts
-        found = self._get("/nodes?view=summary")["summary"]
-        alive = [node["raylet"] for node in found if node["raylet"].get("state") == "ALIVE"]
-        nodes = [node.get("resourcesTotal") or {} for node in alive]
+        with self._explained():
+            found = self._get("/nodes?view=summary")["summary"]
+            alive = [node["raylet"] for node in found if node["raylet"].get("state") == "ALIVE"]
+            nodes = [node.get("resourcesTotal") or {} for node in alive]
         wanted = resources_of_worker(cluster, choose_accelerator(cluster, recipe.engine, nodes), nodes)
         room = room_on(nodes, wanted, cluster.accelerator_type)
         if room < cluster.min_workers:
             raise RaygptError(no_room(describe_workers(cluster, wanted), room, nodes, wanted, self.address))
 
     def _has_autoscaler(self) -> bool:
-        status = self._get("/api/cluster_status")
-        report = (status.get("clusterStatus") or {}).get("autoscalerReport") or {}
-        return can_grow(report.get("nodeTypeMapping") or {})
+        with self._explained():
+            status = self._get("/api/cluster_status")
+            report = (status.get("clusterStatus") or {}).get("autoscalerReport") or {}
+            return can_grow(report.get("nodeTypeMapping") or {})
+
+
+def _checked(address: str) -> str:
+    """The address of a job server, with its scheme; Ray's client would take others for modules to import."""
+    whole = address if "://" in address else f"http://{address}"
+    if not address.strip():
+        raise RaygptError(f"--cluster: the address is empty; write that of the dashboard, e.g. {EXAMPLE}")
+    try:
+        parts = urlsplit(whole)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        is_valid = False
+    if not is_valid:
+        raise RaygptError(f"--cluster: {address} is no http:// address of a dashboard; write e.g. {EXAMPLE}")
+    return whole
 
 
 def stop_this_job() -> None:
     """Have the job server end the job that this process is the driver of, as STOPPED. Returns only if it does not."""
     config = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}"))
     job = config.get("metadata", {}).get("job_submission_id")
-    with contextlib.suppress(ConnectionError, RuntimeError):
+    with contextlib.suppress(AuthenticationError, *NO_ANSWER, *NOT_AN_ANSWER):
         if job:
             JobSubmissionClient().stop_job(job)
             time.sleep(END_S)

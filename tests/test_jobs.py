@@ -1,14 +1,17 @@
 """Runs on a cluster's job server: what is refused before anything is sent, and a run that outlives its laptop."""
 
 import contextlib
+import http.server
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +49,7 @@ class Client:
         self.jobs, self.sent = list(jobs), []
 
     def _do_request(self, method, path):
-        return SimpleNamespace(json=lambda: {"data": self.answers[path]})
+        return SimpleNamespace(status_code=200, json=lambda: {"data": self.answers[path]})
 
     def list_jobs(self):
         return self.jobs
@@ -219,6 +222,123 @@ def test_paths_that_every_node_sees_are_fine():
 def test_a_wrong_address_says_what_to_name():
     with pytest.raises(RaygptError, match=r"no Ray job server answers at http://127.0.0.1:9 .+e\.g\. http://head:8265"):
         JobServer("127.0.0.1:9")
+
+
+@pytest.mark.parametrize("verb", [("runs",), ("stop", "one"), ("logs", "one"), ("submit", "tiny", "run.storage=/mnt")])
+@pytest.mark.parametrize(
+    ("address", "line"),
+    [
+        ("", "error: --cluster: the address is empty; write that of the dashboard, e.g. http://head:8265"),
+        ("ray://127.0.0.1:10001", "error: --cluster: ray://127.0.0.1:10001 is no http:// address of a dashboard"),
+        ("ftp://head", "error: --cluster: ftp://head is no http:// address of a dashboard"),
+        ("http://", "error: --cluster: http:// is no http:// address of a dashboard"),
+        ("head:port", "error: --cluster: head:port is no http:// address of a dashboard"),
+    ],
+)
+def test_an_address_that_is_none_is_refused_at_once(raygpt, verb, address, line):
+    status, out, err = raygpt(*verb, "--cluster", address)
+    assert (status, out) == (1, "")
+    assert err.startswith(line)
+    assert err.count("\n") == 1
+
+
+RUN = {
+    "type": "SUBMISSION",
+    "entrypoint": "raygpt",
+    "submission_id": "a",
+    "status": "RUNNING",
+    "metadata": {"raygpt_run": "/mnt/one"},
+}
+BAD_ANSWERS = {
+    "500": (500, "it broke\nTraceback", r"did not answer \(.*status code 500"),
+    "a page": (200, "<html>hello</html>", r"does not answer as a Ray job server does \(Expecting value"),
+    "other JSON": (200, '{"detail": "x"}', r"does not answer as a Ray job server does \("),
+    "a list": (200, "[1]", r"does not answer as a Ray job server does \("),
+    "unauthorized": (401, "no", "wants its token; copy ~/.ray/auth_token"),
+    "nothing": (None, "", r"did not answer \(\('Connection aborted"),
+}
+
+
+@pytest.fixture
+def bad_server():
+    """Start an HTTP server that answers well on some paths, and as told on all others; returns its address."""
+    started = []
+
+    def start(good, status, text):
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                answer = (200, good[self.path]) if self.path in good else (status, text)
+                if answer[0] is None:
+                    self.close_connection = True
+                    return
+                body = answer[1].encode()
+                self.send_response(answer[0])
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_POST(self):
+                self.do_GET()
+
+            def do_PUT(self):
+                self.do_GET()
+
+            def log_message(self, *words):
+                pass
+
+        started.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=started[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{started[-1].server_port}"
+
+    yield start
+    for server in started:
+        server.shutdown()
+        server.server_close()
+
+
+VERSION = {"/api/version": json.dumps({"ray_version": ray.__version__, "version": "4", "ray_commit": "x"})}
+FOUND = {**VERSION, "/api/jobs/": json.dumps([RUN])}
+METADATA = {"/api/v0/cluster_metadata": {"rayVersion": ray.__version__, "pythonVersion": PYTHON}}
+NODES_THERE = {
+    "/nodes?view=summary": {"summary": [{"raylet": {"state": "ALIVE", "resourcesTotal": {"CPU": 4.0, "memory": 4e9}}}]},
+    "/api/cluster_status": {"clusterStatus": {}},
+}
+READY = {path: json.dumps({"data": answer}) for path, answer in {**METADATA, **NODES_THERE}.items()}
+SUBMIT = ("submit", "tiny", "run.storage=/mnt/runs", "cluster.accelerator=cpu")
+
+
+@pytest.mark.parametrize("answer", BAD_ANSWERS)
+@pytest.mark.parametrize(
+    ("good", "words"),
+    [
+        (VERSION, ("runs",)),
+        (VERSION, ("show", "a")),
+        (VERSION, SUBMIT),
+        (FOUND, ("stop", "a")),
+        (FOUND, ("logs", "a", "--no-follow")),
+    ],
+)
+def test_a_job_server_that_answers_badly_is_said_in_one_line(raygpt, bad_server, good, words, answer):
+    status, text, line = BAD_ANSWERS[answer]
+    done, out, err = raygpt(*words, "--cluster", bad_server(good, status, text))
+    assert (done, out) == (1, "")
+    assert err.count("\n") == 1
+    assert re.search(line, err)
+
+
+@pytest.mark.parametrize(("answer", "line"), [("500", "did not accept the run (Req"), ("a page", "does not answer as")])
+def test_a_run_that_is_not_accepted_is_said_in_one_line(raygpt, bad_server, answer, line):
+    good = {**VERSION, **READY, "/api/jobs/": "[]"}
+    done, out, err = raygpt(*SUBMIT, "--cluster", bad_server(good, *BAD_ANSWERS[answer][:2]))
+    assert (done, out, err.count("\n")) == (1, "", 1)
+    assert line in err
+
+
+@pytest.mark.parametrize("answer", BAD_ANSWERS)
+def test_a_server_that_is_no_job_server_is_said_in_one_line(bad_server, answer):
+    with pytest.raises(RaygptError, match=r"^(no Ray job server answers at|the Ray cluster at) http://127"):
+        JobServer(bad_server({}, *BAD_ANSWERS[answer][:2]))
 
 
 def test_a_run_is_found_by_its_name(tmp_path, monkeypatch):

@@ -194,7 +194,7 @@ def eval_(
 
 def _folder(run: str, cluster: str | None) -> str:
     """The directory of a run; on a cluster by the run's name."""
-    if not cluster:
+    if cluster is None:
         return run
     from raygpt.jobs import JobServer
 
@@ -213,7 +213,7 @@ def runs(
     from raygpt.runs.status import status_of_all
     from raygpt.show import results
 
-    if cluster:
+    if cluster is not None:
         from dataclasses import asdict
 
         from raygpt.jobs import JobServer

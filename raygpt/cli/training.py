@@ -148,7 +148,7 @@ def logs(
     follow: Annotated[bool, typer.Option(help="Stay until the run ends; Ctrl-C leaves it running.")] = True,
 ) -> None:
     """Print a run's progress from its beginning, and follow it: of a submitted run all that it prints."""
-    if not cluster:
+    if cluster is None:
         from raygpt.show.progress import show_progress
 
         with contextlib.suppress(KeyboardInterrupt):
@@ -192,7 +192,7 @@ def stop(
     from raygpt.runs import find_folder
     from raygpt.training.stopping import ask_to_stop
 
-    if cluster:
+    if cluster is not None:
         from raygpt.jobs import JobServer
 
         server = JobServer(cluster)
