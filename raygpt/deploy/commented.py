@@ -7,6 +7,7 @@ replicas: 4
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import yaml
@@ -54,7 +55,10 @@ def to_yaml(tree: Any) -> str:
 def _lines(tree: Any) -> Iterator[str]:
     if isinstance(tree, list):
         for item in tree:
-            first, *rest = ["|", *item.splitlines()] if isinstance(item, str) and "\n" in item else _lines(item)
+            lines = ["|", *item.splitlines()] if isinstance(item, str) and "\n" in item else list(_lines(item))
+            comments = list(takewhile(lambda line: line.startswith("#"), lines))  # values that begin so are quoted
+            first, *rest = lines[len(comments) :]
+            yield from comments
             yield f"- {first}"
             yield from (f"  {line}" for line in rest)
     elif isinstance(tree, dict) and tree:

@@ -296,7 +296,7 @@ def test_notes_are_comments_above_their_key():
     tree = {"a": Noted("why a", 1), "b": [{"c": Noted("why c", "x: y")}], "d": {"e": "one\ntwo\n"}, "f": ["g\nh\n"]}
     text = to_yaml(tree)
     assert (
-        text == "# why a\na: 1\nb:\n  - # why c\n    c: 'x: y'\nd:\n  e: |\n    one\n    two\nf:\n  - |\n    g\n    h\n"
+        text == "# why a\na: 1\nb:\n  # why c\n  - c: 'x: y'\nd:\n  e: |\n    one\n    two\nf:\n  - |\n    g\n    h\n"
     )
     assert yaml.safe_load(text) == plain(tree)
     assert list(notes(tree)) == [("a", "why a"), ("b[0].c", "why c")]
