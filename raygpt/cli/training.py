@@ -215,12 +215,27 @@ def deploy(
     ] = "kubernetes",
     out: Annotated[str, typer.Option(metavar="DIR", help="Where to write the files.")] = "deploy-NAME",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Explain each block, and write nothing.")] = False,
-    image: Annotated[str, typer.Option(help="Image of the pods; a Dockerfile for it is written.")] = "raygpt:latest",
+    image: Annotated[
+        str | None,
+        typer.Option(help="Image of the pods, in a registry; a Dockerfile for it is written (default: raygpt:latest)."),
+    ] = None,
     namespace: Annotated[str | None, typer.Option(help="Namespace in Kubernetes; by default that of kubectl.")] = None,
     spot: Annotated[bool, typer.Option("--spot", help="Put workers on spot machines; the head never.")] = False,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a pod or node.")] = 1,
-    cpus: Annotated[int | None, typer.Option(min=1, help="CPUs of a pod or node (default: 8 for each GPU).")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory of a pod, e.g. 64Gi (default: 32Gi for each GPU).")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a pod or node (default: 1).")] = None,
+    cpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="CPUs of a pod or node (default: for each worker in it 8 with a GPU, 20 with a TPU, 4 with neither).",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of a pod or node, e.g. 64Gi (default: for each worker in it 32Gi with a GPU, 40Gi with a TPU, "
+            "8Gi with neither; with slurm what it gives)."
+        ),
+    ] = None,
     prepare_nodes: Annotated[
         int, typer.Option(min=0, help="CPU-only nodes to add at most while text is tokenised.")
     ] = 0,
@@ -237,13 +252,18 @@ def deploy(
     node_selector: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Label of the workers' nodes; may be given again.")
     ] = None,
-    retries: Annotated[int, typer.Option(min=0, help="How often a failed job is started again, and resumes.")] = 5,
-    time: Annotated[str, typer.Option(help="Time limit of a slurm job; it requeues itself before.")] = "24:00:00",
+    retries: Annotated[
+        int | None, typer.Option(min=0, help="How often a failed job is started again, and resumes (default: 5).")
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option(help="Time limit of a slurm job; it requeues itself before (default: 24:00:00).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write what runs a recipe on a cluster: a RayJob for KubeRay and a Dockerfile, or a batch script for slurm."""
     from raygpt.deploy import files
-    from raygpt.deploy.deployment import Options, parse_selector, plan_deployment
+    from raygpt.deploy.deployment import plan_deployment
+    from raygpt.deploy.options import Options, parse_selector
     from raygpt.recipes import load_recipe
     from raygpt.show import console, results
 
@@ -271,10 +291,12 @@ def deploy(
             print_json([{"block": block, "why": why} for block, why in blocks])
         else:
             results.show_blocks(blocks)
-        return
-    folder = out.replace("NAME", deployment.name)
-    written, steps = files.write(deployment, folder), files.next_steps(deployment, folder)
-    if as_json:
-        print_json({"files": written, "next": steps})
     else:
-        results.show_deployed(written, steps)
+        folder = out.replace("NAME", deployment.name)
+        written, steps = files.write(deployment, folder), files.next_steps(deployment, folder)
+        if as_json:
+            print_json({"files": written, "next": steps})
+        else:
+            results.show_deployed(written, steps)
+    for text in files.left_to_user(deployment):
+        console.note(text)

@@ -1,8 +1,7 @@
 """What is deployed: a recipe, where it goes, and every number that follows from the two."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -10,6 +9,7 @@ from typing import Any, Literal
 from raygpt.config import Recipe
 from raygpt.deploy.clouds import CLOUDS, Cloud
 from raygpt.deploy.local_files import local_files
+from raygpt.deploy.options import Options, check_options
 from raygpt.deploy.tpu import Slice, slice_of
 from raygpt.errors import RaygptError
 from raygpt.recipes import check_part
@@ -17,32 +17,11 @@ from raygpt.storage import is_remote
 
 MOUNT = "/storage"  # of the volume, in every pod
 NAME_LENGTH = 47  # KubeRay adds six characters for the RayCluster, and those names have 53 at most
-QUANTITY = r"[1-9]\d*(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?"  # of Kubernetes, as far as a person writes them
+DEFAULT_IMAGE = "raygpt:latest"
 # What a pod has for each worker, unless --cpus and --memory say otherwise. A GPU's batches are read by its own pod, and
 # the smallest host of a TPU has 24 CPUs and 48 GB.
 CPUS = {"gpu": 8, "tpu": 20, "cpu": 4}
 MEMORY_GIB = {"gpu": 32, "tpu": 40, "cpu": 8}
-
-
-@dataclass(frozen=True)
-class Options:
-    """Where a recipe is deployed, as the command line gives it."""
-
-    target: str
-    image: str = "raygpt:latest"
-    namespace: str | None = None
-    spot: bool = False
-    gpus_per_node: int = 1
-    cpus: int | None = None
-    memory: str | None = None
-    prepare_nodes: int = 0
-    volume: str | None = None
-    volume_size: str | None = None
-    secrets: tuple[str, ...] = ()
-    service_account: str | None = None
-    node_selector: dict[str, str] = field(default_factory=dict)
-    retries: int = 5
-    time: str = "24:00:00"
 
 
 @dataclass(frozen=True)
@@ -61,6 +40,23 @@ class Deployment:
         """The run's name as Kubernetes allows it: modern-1.5b -> modern-1-5b."""
         name = re.sub(r"[^a-z0-9]+", "-", str(self.recipe.run.name).lower()).strip("-")
         return (name if name[:1].isalpha() else f"run-{name}")[:NAME_LENGTH].strip("-")
+
+    @property
+    def image(self) -> str:
+        return self.options.image or DEFAULT_IMAGE
+
+    @property
+    def retries(self) -> int:
+        return 5 if self.options.retries is None else self.options.retries
+
+    @property
+    def time(self) -> str:
+        return self.options.time or "24:00:00"
+
+    @property
+    def gpus_per_node(self) -> int:
+        """0 without GPUs."""
+        return (self.options.gpus_per_node or 1) if self.accelerator == "gpu" else 0
 
     @property
     def is_elastic(self) -> bool:
@@ -90,10 +86,12 @@ class Deployment:
 
     @property
     def cpus_per_pod(self) -> int:
-        """At least one more than the workers take: Ray Data tokenises and reads with what is left."""
-        taken = self.recipe.cluster.resources_per_worker.get("CPU", 1) * self.workers_per_pod
-        asked = self.options.cpus or CPUS[self.accelerator] * self.workers_per_pod
-        return max(asked, int(taken) + 1)
+        return max(self.options.cpus or CPUS[self.accelerator] * self.workers_per_pod, self.min_cpus_per_pod)
+
+    @property
+    def min_cpus_per_pod(self) -> int:
+        """One more than the workers take: Ray Data tokenises and reads with what is left."""
+        return int(self.recipe.cluster.resources_per_worker.get("CPU", 1) * self.workers_per_pod) + 1
 
     @property
     def memory_per_pod(self) -> str:
@@ -112,44 +110,23 @@ class Deployment:
 
 def plan_deployment(recipe: Recipe, options: Options) -> Deployment:
     """Check a recipe for the place that it is deployed to; raises RaygptError with one line."""
-    cloud = _cloud(options)
-    accelerator = _accelerator(recipe, options)
+    check_options(options)
+    cloud, accelerator = CLOUDS[options.target], _accelerator(recipe, options)
     slice_ = slice_of(recipe.cluster.accelerator_type, recipe.cluster.topology) if accelerator == "tpu" else None
     _check_credentials(recipe)
-    _check_names(options)
+    if accelerator == "gpu":
+        _check_gpu(recipe, options, cloud)
     placed = _placed(recipe, options, accelerator)
     _check_files(placed, options)
     deployment = Deployment(placed, options, cloud, accelerator, slice_, _workers_per_pod(placed, options, accelerator))
     _check_workers(deployment)
+    _check_cpus(deployment)
     return deployment
-
-
-def parse_selector(pairs: Sequence[str]) -> dict[str, str]:
-    """["KEY=VALUE"] -> {KEY: VALUE}, as --node-selector gives them."""
-    found = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not (key and equals):
-            raise RaygptError(f"--node-selector: {pair!r} is not KEY=VALUE; write e.g. --node-selector pool=h100")
-        found[key] = value
-    return found
 
 
 def ray_version() -> str:
     """Of the Ray that is installed here; the image gets the same."""
     return metadata.version("ray")
-
-
-def _cloud(options: Options) -> Cloud:
-    cloud = CLOUDS.get(options.target)
-    if cloud is None:
-        raise RaygptError(f"--target: {options.target} is none of {', '.join(CLOUDS)}; write e.g. --target gke")
-    if options.spot and not cloud.spot:
-        raise RaygptError(
-            f"--spot: --target {options.target} has no label for spot machines; write --target gke, eks or aks, or "
-            "--node-selector KEY=VALUE with your own"
-        )
-    return cloud
 
 
 def _accelerator(recipe: Recipe, options: Options) -> Literal["cpu", "gpu", "tpu"]:
@@ -169,22 +146,14 @@ def _check_credentials(recipe: Recipe) -> None:
         )
 
 
-def _check_names(options: Options) -> None:
-    names = {"--volume": [options.volume], "--namespace": [options.namespace], "--secret": options.secrets}
-    for option, values in (names | {"--service-account": [options.service_account]}).items():
-        for value in values:
-            if value is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?", value):
-                raise RaygptError(
-                    f"{option}: {value!r} is no name of Kubernetes, which are 1 to 63 of a-z 0-9 - and begin and end "
-                    "with a letter or digit"
-                )
-    for option, value in (("--memory", options.memory), ("--volume-size", options.volume_size)):
-        if value is not None and not re.fullmatch(QUANTITY, value):
-            raise RaygptError(f"{option}: {value!r} is no quantity of Kubernetes; write e.g. {option} 64Gi")
-    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", options.time):
-        raise RaygptError(f"--time: {options.time!r} is no time of slurm; write e.g. --time 24:00:00")
-    if options.volume_size and not options.volume:
-        raise RaygptError("--volume-size: there is no --volume to make; write --volume NAME as well")
+def _check_gpu(recipe: Recipe, options: Options, cloud: Cloud) -> None:
+    """Refuse a GPU by name where no label of nodes is known for it: pods would land on any."""
+    named = recipe.cluster.accelerator_type
+    if named and not cloud.gpu_label and not options.node_selector and options.target != "slurm":
+        raise RaygptError(
+            f"cluster.accelerator_type: no node label is known for {named} with --target {options.target}; write "
+            "--node-selector KEY=VALUE as well, with the label that your nodes have"
+        )
 
 
 def _placed(recipe: Recipe, options: Options, accelerator: str) -> Recipe:
@@ -225,14 +194,16 @@ def _workers_per_pod(recipe: Recipe, options: Options, accelerator: str) -> int:
     if unknown:
         raise RaygptError(f"cluster.resources_per_worker: {unknown[0]} is no resource of a node there; leave it out")
     if accelerator != "gpu":
+        if options.gpus_per_node is not None:
+            raise RaygptError(f"--gpus-per-node: with cluster.accelerator: {accelerator} there are none; leave it out")
         return 1
-    gpus = each.get("GPU", 1)
-    if gpus < 1 or options.gpus_per_node % gpus:
+    gpus, of_node = each.get("GPU", 1), options.gpus_per_node or 1
+    if gpus < 1 or of_node % gpus:
         raise RaygptError(
-            f"--gpus-per-node: {options.gpus_per_node} is no multiple of the {gpus:g} GPUs of a worker "
+            f"--gpus-per-node: {of_node} is no multiple of the {gpus:g} GPUs of a worker "
             f"(cluster.resources_per_worker); write e.g. --gpus-per-node {max(int(gpus), 1)}"
         )
-    return int(options.gpus_per_node // gpus)
+    return int(of_node // gpus)
 
 
 def _check_workers(deployment: Deployment) -> None:
@@ -243,13 +214,23 @@ def _check_workers(deployment: Deployment) -> None:
         )
     if cluster.max_workers % each == 0:
         return
-    fitting = max(cluster.max_workers // each, 1) * each
+    low, high = -(-cluster.min_workers // each) * each, max(cluster.max_workers // each, 1) * each
+    fitting = f"{low}..{high}" if deployment.is_elastic and low < high else high
     if deployment.slice:
         what = f"slices of {cluster.topology} {cluster.accelerator_type}, which have {each} hosts"
         raise RaygptError(
             f"cluster.workers: {cluster.workers} does not fill {what}; write cluster.workers: {fitting}, or a multiple"
         )
     raise RaygptError(
-        f"cluster.workers: {cluster.workers} does not fill nodes of {deployment.options.gpus_per_node} GPUs; "
+        f"cluster.workers: {cluster.workers} does not fill nodes of {deployment.gpus_per_node} GPUs; "
         f"write e.g. cluster.workers: {fitting}"
     )
+
+
+def _check_cpus(deployment: Deployment) -> None:
+    asked, needed = deployment.options.cpus, deployment.min_cpus_per_pod
+    if asked is not None and asked < needed:
+        raise RaygptError(
+            f"--cpus: {asked} are too few: the workers of a pod take {needed - 1} (cluster.resources_per_worker), and "
+            f"Ray Data needs one; write --cpus {needed}"
+        )

@@ -1,5 +1,6 @@
 """The files of a deployment, and what each block in them is for."""
 
+import os
 from pathlib import Path
 
 from raygpt import storage
@@ -53,9 +54,33 @@ def next_steps(deployment: Deployment, folder: str) -> list[str]:
     if options.target == "slurm":
         return [f"sbatch {where / 'train.sbatch'}"]
     space = f" -n {options.namespace}" if options.namespace else ""
-    context = str(image.CHECKOUT) if image.is_checkout() else "."
+    context = _shortest(image.CHECKOUT) if image.is_checkout() else "."
+    build = f"docker build -f {where / 'Dockerfile'} -t {deployment.image} {context} && docker push {deployment.image}"
     return [
-        f"docker build -f {where / 'Dockerfile'} -t {options.image} {context} && docker push {options.image}",
+        *([] if "@" in deployment.image else [build]),  # with a digest it is there already
         f"kubectl apply -f {where / 'rayjob.yaml'}",
         f"kubectl get rayjob{space} {deployment.name}",
     ]
+
+
+def left_to_user(deployment: Deployment) -> list[str]:
+    """What the files lack, since only the user knows it."""
+    options, gpu = deployment.options, deployment.recipe.cluster.accelerator_type
+    if options.target != "slurm":
+        if options.image is not None:
+            return []
+        return [
+            f"{deployment.image} is in no registry, so nodes of a cluster cannot pull it; name the image in a registry "
+            "that they reach with --image, e.g. --image ghcr.io/me/raygpt:1"
+        ]
+    if deployment.accelerator == "gpu" and gpu:
+        return [
+            f"cluster.accelerator_type: the script does not ask slurm for {gpu}; add what it is called there, e.g. "
+            f"#SBATCH --constraint={gpu.lower()}"
+        ]
+    return []
+
+
+def _shortest(folder: Path) -> str:
+    """A folder as one types it: relative to the current one where that is shorter."""
+    return min(os.path.relpath(folder), str(folder), key=len)

@@ -29,7 +29,7 @@ RUN pip install --no-cache-dir -c constraints.txt '.[{extras}]'"""
     else:
         install = f"RUN pip install --no-cache-dir 'raygpt[{extras}]=={__version__}' 'ray=={ray_version()}'"
     return f"""\
-# docker build -f Dockerfile -t {deployment.options.image} {"CHECKOUT" if is_checkout() else "."}
+# docker build -f Dockerfile -t {deployment.image} {"CHECKOUT" if is_checkout() else "."}
 # CUDA's libraries come with the wheels of JAX and PyTorch; the driver comes from the node.
 FROM python:{python}-slim
 # {PACKAGES}: the hook that saves before the head's pod ends looks for the driver's process.

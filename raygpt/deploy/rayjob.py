@@ -39,8 +39,12 @@ def manifests(deployment: Deployment) -> list[Tree]:
 
 def text(deployment: Deployment) -> str:
     """The file for `kubectl apply -f`."""
+    namespace = deployment.options.namespace
+    delete = f"kubectl delete rayjob{f' -n {namespace}' if namespace else ''} {deployment.name}"
+    # Not `kubectl replace --force`, which would delete a volume claim of this file, too.
     head = (
         f"# The run {deployment.recipe.run.name}, made by raygpt deploy; `kubectl apply -f` of this file starts it.\n"
+        f"# A job that has ended stays: `{delete}` first, then `kubectl apply` again.\n"
     )
     return head + "---\n".join(to_yaml(manifest) for manifest in manifests(deployment))
 
@@ -92,16 +96,15 @@ def _budget(deployment: Deployment) -> Tree:
 
 
 def _rayjob(deployment: Deployment) -> Tree:
-    options = deployment.options
     spec: Tree = {
         "entrypoint": Noted(
             "Resumes the run if it has a checkpoint. Not retried: what `raygpt stop` ended, and what would fail again.",
             entrypoint(),
         ),
         "submissionMode": "K8sJobMode",
-        "backoffLimit": Noted("Each retry makes a new cluster, which resumes the run.", options.retries),
+        "backoffLimit": Noted("Each retry makes a new cluster, which resumes the run.", deployment.retries),
         "submitterConfig": Noted(
-            "A head that is replaced loses its jobs: the submitter submits again.", {"backoffLimit": options.retries}
+            "A head that is replaced loses its jobs: the submitter submits again.", {"backoffLimit": deployment.retries}
         ),
         "shutdownAfterJobFinishes": Noted("Frees the accelerators when the run has ended.", True),
         "ttlSecondsAfterFinished": 60,
@@ -186,7 +189,7 @@ def _workers(deployment: Deployment) -> Tree:
     if deployment.slice:
         limits["google.com/tpu"] = str(deployment.slice.chips_per_host)
     elif deployment.accelerator == "gpu":
-        limits["nvidia.com/gpu"] = str(deployment.options.gpus_per_node)
+        limits["nvidia.com/gpu"] = str(deployment.gpus_per_node)
     pod = _pod(deployment, _worker_container(deployment, limits))
     if selector := _node_selector(deployment):
         pod["nodeSelector"] = selector
@@ -249,7 +252,7 @@ def _container(deployment: Deployment, name: str, limits: Tree) -> Tree:
     options = deployment.options
     container: Tree = {
         "name": name,
-        "image": options.image,
+        "image": deployment.image,
         "resources": {"limits": limits, "requests": dict(limits)},
         "env": [{"name": "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "value": "1"}],
     }

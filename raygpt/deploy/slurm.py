@@ -1,9 +1,9 @@
 """A batch script for slurm: starts Ray on the allocation, trains, and is requeued before its time is over."""
 
 from raygpt.deploy.deployment import Deployment
+from raygpt.deploy.names import mebibytes
+from raygpt.deploy.options import SAVE_S
 from raygpt.errors import NOT_RETRIED
-
-SAVE_S = 120  # before the end of its time the job is asked to save
 
 
 def script(deployment: Deployment) -> str:
@@ -32,7 +32,7 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(od -An -tx1 -N32 /dev/urandom | tr -
 port=$((20000 + SLURM_JOB_ID % 10000))
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(getent ahostsv4 "$head" | awk 'NR == 1 {{print $1}}'):$port
-gpus={deployment.options.gpus_per_node if deployment.accelerator == "gpu" else 0}
+gpus={deployment.gpus_per_node}
 size=(--num-cpus="${{SLURM_CPUS_PER_TASK:-{deployment.cpus_per_pod}}}" --num-gpus="$gpus" --disable-usage-stats --block)
 
 srun --nodes=1 --ntasks=1 --nodelist="$head" \\
@@ -71,7 +71,9 @@ exit "$status"
 
 def _directives(deployment: Deployment) -> str:
     """The lines that `sbatch` reads."""
-    gpus = f"#SBATCH --gpus-per-node={deployment.options.gpus_per_node}\n" if deployment.accelerator == "gpu" else ""
+    gpus = f"#SBATCH --gpus-per-node={deployment.gpus_per_node}\n" if deployment.gpus_per_node else ""
+    asked = deployment.options.memory
+    memory = f"#SBATCH --mem={mebibytes(asked)}M\n" if asked else ""
     return f"""\
 #!/bin/bash
 # The run {deployment.recipe.run.name}, made by raygpt deploy: `sbatch` of this file starts it, or goes on with it.
@@ -79,7 +81,7 @@ def _directives(deployment: Deployment) -> str:
 #SBATCH --nodes={_nodes(deployment)}
 #SBATCH --ntasks-per-node=1
 {gpus}#SBATCH --cpus-per-task={deployment.cpus_per_pod}
-#SBATCH --time={deployment.options.time}
+{memory}#SBATCH --time={deployment.time}
 #SBATCH --output=%x-%j.log
 # A job that is requeued, by slurm after a lost node or by itself below, adds to its log.
 #SBATCH --requeue

@@ -21,7 +21,8 @@ from ray._private import ray_constants
 
 import raygpt
 from raygpt.deploy import rayjob
-from raygpt.deploy.deployment import Options, plan_deployment
+from raygpt.deploy.deployment import plan_deployment
+from raygpt.deploy.options import Options
 from raygpt.recipes import load_recipe
 
 RAY = str(Path(sys.executable).with_name("ray"))

@@ -11,9 +11,12 @@ import yaml
 from ray.util.tpu import get_tpu_worker_resources
 from schemas import check
 
-from raygpt.deploy import files, rayjob
+from raygpt.deploy import files, rayjob, slurm
 from raygpt.deploy.commented import Noted, notes, plain, to_yaml
-from raygpt.deploy.deployment import Options, parse_selector, plan_deployment
+from raygpt.deploy.deployment import CPUS, MEMORY_GIB, plan_deployment
+from raygpt.deploy.image import CHECKOUT
+from raygpt.deploy.names import seconds
+from raygpt.deploy.options import Options, check_options, parse_selector
 from raygpt.deploy.rules import problems
 from raygpt.deploy.tpu import GKE_NAMES, slice_of
 from raygpt.errors import RaygptError
@@ -171,6 +174,58 @@ def test_what_gke_has_no_slice_for_is_refused():
         (Options("gke", volume_size="1Ti"), {}, "--volume-size: there is no --volume to make"),
         (Options("slurm", time="soon"), {}, "--time: 'soon' is no time of slurm"),
         (Options("slurm"), SLICE, "cluster.accelerator: tpu is not for --target slurm"),
+        (Options("gke", image="not an image!"), {}, "--image: 'not an image!' is no name of an image; write REGISTRY/"),
+        (Options("gke", image=""), {}, "--image: '' is no name of an image"),
+        (Options("gke", image="ghcr.io/Me/raygpt"), {}, "--image: 'ghcr.io/Me/raygpt' is no name of an image"),
+        (Options("gke", node_selector={"bad key": "v"}), {}, "--node-selector: 'bad key' is no key of a label"),
+        (Options("gke", node_selector={"a/b/c": "v"}), {}, "--node-selector: 'a/b/c' is no key of a label"),
+        (Options("gke", node_selector={"key": "va lue"}), {}, "--node-selector: 'va lue' is no value of a label"),
+        (Options("gke", retries=10**20), {}, "--retries: 100000000000000000000 are too many; write 1000 or fewer"),
+        (Options("gke", prepare_nodes=2**31), {}, "--prepare-nodes: 2147483648 are too many"),
+        (
+            Options("gke", secrets=("s3", "a..b")),
+            {},
+            "--secret: 'a..b' is no name of Kubernetes, which are 1 to 253 of",
+        ),
+        (Options("gke", volume="a.b.c.-d"), {}, "--volume: 'a.b.c.-d' is no name of Kubernetes"),
+        (Options("gke", namespace="a.b"), {}, "--namespace: 'a.b' is no namespace of Kubernetes"),
+        (Options("gke", time="1:00:00"), {}, "--time: is for slurm, and --target is gke; leave it out"),
+        (Options("slurm", time="1"), {}, "--time: 1 is too short: a job is asked to save 120 s before its end"),
+        (Options("slurm", time="4:59"), {}, "write 5 (minutes) or more"),
+        (Options("slurm", memory="lots"), {}, "--memory: 'lots' is no quantity"),
+        (Options("gke", gpus_per_node=8), {"cluster.accelerator": "cpu"}, "--gpus-per-node: with cluster.accelerator"),
+        (Options("gke", gpus_per_node=4), {**SLICE, "cluster.workers": 4}, "accelerator: tpu there are none; leave it"),
+        (
+            Options("gke", cpus=4),
+            {"cluster.resources_per_worker": {"CPU": 16}},
+            "--cpus: 4 are too few: the workers of a pod take 16 (cluster.resources_per_worker), and Ray Data needs "
+            "one; write --cpus 17",
+        ),
+        (
+            Options("eks"),
+            {"cluster.accelerator_type": "H100"},
+            "no node label is known for H100 with --target eks; write --node-selector KEY=VALUE as well",
+        ),
+        (Options("aks"), {"cluster.accelerator_type": "H100"}, "no node label is known for H100 with --target aks"),
+        (Options("gke", gpus_per_node=2), {"cluster.workers": "3..7"}, "write e.g. cluster.workers: 4..6"),
+        (Options("gke", gpus_per_node=4), {"cluster.workers": "1..3"}, "write e.g. cluster.workers: 4"),
+        *(
+            (
+                Options("slurm", **{name: value}),
+                {},
+                f"--{option}: is for Kubernetes, and --target is slurm; leave it out",
+            )
+            for option, name, value in (
+                ("image", "image", "me/raygpt:1"),
+                ("namespace", "namespace", "research"),
+                ("node-selector", "node_selector", {"a": "b"}),
+                ("retries", "retries", 0),
+                ("volume", "volume", "shared"),
+                ("secret", "secrets", ("s3",)),
+                ("service-account", "service_account", "trainer"),
+                ("prepare-nodes", "prepare_nodes", 2),
+            )
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(options, changes, line):
@@ -178,6 +233,27 @@ def test_what_cannot_work_is_refused_in_one_line(options, changes, line):
         manifests("tiny", options, **changes)
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_names_that_kubernetes_and_registries_take_are_fine():
+    images = ("raygpt", "me/raygpt:1", "ghcr.io/me/ray-gpt__x:V1.2", "localhost:5000/raygpt", "Host.io:80/a/b.c")
+    for image in (*images, f"[::1]:5000/a@sha256:{'0a' * 32}"):
+        check_options(Options("gke", image=image))
+    labels = {"pool": "H100", "example.com/pool_1.x": "", "a" * 63: "b" * 63}
+    options = Options("eks", volume="a.b-c.d", namespace="a-b", secrets=("x" * 253,), retries=0, node_selector=labels)
+    *_, job = manifests("tiny", options, **{"cluster.accelerator_type": "H100"})
+    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert group["template"]["spec"]["nodeSelector"] == labels
+    assert job["spec"]["backoffLimit"] == 0
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [("90", 5400), ("6:30", 390), ("24:00:00", 86_400), ("1-12", 129_600), ("1-0:30", 88_200), ("0-0:6:1", 361)],
+)
+def test_a_time_of_slurm_is_read_as_slurm_does(time, expected):
+    assert seconds("--time", time) == expected
+    check_options(Options("slurm", time=time))
 
 
 def test_a_selector_is_key_and_value():
@@ -302,6 +378,16 @@ def test_notes_are_comments_above_their_key():
     assert list(notes(tree)) == [("a", "why a"), ("b[0].c", "why c")]
 
 
+def test_a_manifest_says_how_to_start_its_job_again():
+    deployment = plan_deployment(load_recipe("tiny", {"run.storage": "s3://b/r"}), Options("gke", namespace="research"))
+    first, second, *_ = rayjob.text(deployment).splitlines()
+    assert first == "# The run tiny, made by raygpt deploy; `kubectl apply -f` of this file starts it."
+    assert (
+        second
+        == "# A job that has ended stays: `kubectl delete rayjob -n research tiny` first, then `kubectl apply` again."
+    )
+
+
 def test_every_line_of_a_manifest_fits_a_screen():
     for options, cluster in TARGETS.values():
         deployment = plan_deployment(load_recipe("tiny", {"run.storage": "s3://b/r", **cluster}), options)
@@ -310,7 +396,8 @@ def test_every_line_of_a_manifest_fits_a_screen():
 
 def test_deploying_imports_neither_ray_nor_an_engine():
     code = (
-        "import sys; from raygpt.deploy import files; from raygpt.deploy.deployment import Options, plan_deployment\n"
+        "import sys; from raygpt.deploy import files; from raygpt.deploy.deployment import plan_deployment\n"
+        "from raygpt.deploy.options import Options\n"
         "from raygpt.recipes import load_recipe\n"
         "files.files(plan_deployment(load_recipe('tiny', ['run.storage=s3://b/r']), Options('gke')))\n"
         "heavy = {'ray', 'jax', 'torch', 'numpy', 'pyarrow'} & set(sys.modules)\n"
@@ -333,6 +420,38 @@ def test_deploy_writes_the_files_and_says_what_to_type(raygpt, tmp_path):
     image = (tmp_path / "deploy-tiny/Dockerfile").read_text()
     assert "[cuda,dashboard,gpt2,hf]" in image
     assert "\nUSER ray\n" in image
+
+
+def test_an_image_that_no_cluster_can_pull_is_noted(raygpt):
+    words = ("deploy", "tiny", "run.storage=s3://b/r")
+    note = "note: raygpt:latest is in no registry, so nodes of a cluster cannot pull it; name the image in a registry"
+    assert raygpt(*words)[2].startswith(note)
+    assert "--image" in raygpt(*words, "--dry-run")[2]
+    assert raygpt(*words, "--image", "me/raygpt:1")[2] == ""
+    assert raygpt(*words, "--target", "slurm")[2] == ""
+
+
+def test_an_image_with_a_digest_is_not_built(raygpt):
+    image = f"me/raygpt@sha256:{'0' * 64}"
+    out = raygpt("deploy", "tiny", "run.storage=s3://b/r", "--image", image)[1]
+    assert "kubectl apply" in out
+    assert "docker" not in out
+
+
+def test_the_folder_to_build_in_is_written_as_one_types_it(monkeypatch):
+    deployment = plan_deployment(load_recipe("tiny", {"run.storage": "s3://b/r"}), Options("gke", image="me/raygpt:1"))
+    monkeypatch.setattr("raygpt.deploy.image.is_checkout", lambda: True)
+    monkeypatch.chdir(CHECKOUT)
+    assert " -t me/raygpt:1 . && " in files.next_steps(deployment, "deploy-tiny")[0]
+    monkeypatch.chdir("/")
+    assert f" -t me/raygpt:1 {str(CHECKOUT).removeprefix('/')} && " in files.next_steps(deployment, "deploy-tiny")[0]
+
+
+def test_help_says_what_a_pod_has_by_default(raygpt, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    shown = raygpt("deploy", "--help")[1]
+    for having in (CPUS, {kind: f"{size}Gi" for kind, size in MEMORY_GIB.items()}):
+        assert f"{having['gpu']} with a GPU, {having['tpu']} with a TPU, {having['cpu']} with neither" in shown
 
 
 def test_a_dry_run_explains_each_block_and_writes_nothing(raygpt, tmp_path):
@@ -358,7 +477,22 @@ def test_files_of_slurm_are_one_script():
     made = files.files(plan_deployment(load_recipe("tiny", {"cluster.workers": "2..4"}), Options("slurm")))
     assert list(made) == ["train.sbatch"]
     assert "#SBATCH --nodes=2-4\n" in made["train.sbatch"]
+    assert "--mem" not in made["train.sbatch"]
     assert subprocess.run(["bash", "-n"], input=made["train.sbatch"], text=True).returncode == 0
+
+
+@pytest.mark.parametrize(("memory", "mebibytes"), [("64Gi", 65_536), ("1.5G", 1431), ("1", 1)])
+def test_memory_is_asked_of_slurm(memory, mebibytes):
+    script = slurm.script(plan_deployment(load_recipe("tiny"), Options("slurm", memory=memory)))
+    assert f"\n#SBATCH --mem={mebibytes}M\n" in script
+
+
+def test_a_gpu_that_the_script_cannot_ask_slurm_for_is_noted(raygpt):
+    status, _, err = raygpt("deploy", "tiny", "cluster.accelerator_type=H100", "--target", "slurm")
+    assert status == 0
+    assert err.startswith(
+        "note: cluster.accelerator_type: the script does not ask slurm for H100; add what it is called"
+    )
 
 
 def test_a_warm_up_that_follows_fewer_steps_is_noted(raygpt):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pods import CODE, Operator, has_programs, wait_for
 
-from raygpt.deploy.deployment import Options
+from raygpt.deploy.options import Options
 from raygpt.runs import metrics
 from raygpt.testing.chaos import losses
 

@@ -13,7 +13,8 @@ import pytest
 from pods import CODE, descendants, end, wait_for
 
 from raygpt.deploy import slurm
-from raygpt.deploy.deployment import Options, plan_deployment
+from raygpt.deploy.deployment import plan_deployment
+from raygpt.deploy.options import Options
 from raygpt.recipes import load_recipe
 from raygpt.testing.chaos import losses
 from raygpt.training.stopping import ask_to_stop

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from raygpt.deploy import rayjob
-from raygpt.deploy.deployment import Options, plan_deployment
+from raygpt.deploy.deployment import plan_deployment
+from raygpt.deploy.options import Options
 from raygpt.recipes import load_recipe
 from raygpt.testing.chaos import losses
 from raygpt.training.ray import unattended
