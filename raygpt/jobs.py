@@ -65,13 +65,24 @@ class Job:
         return self.status in [str(status.value) for status in RUNNING]
 
 
+@contextlib.contextmanager
+def _without_rays_addresses() -> Iterator[None]:
+    """Ray prefers the address in one of these variables to the one that it is given."""
+    kept = {name: os.environ.pop(name) for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS") if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
 class JobServer:
     """A cluster's job server, by the address of its dashboard."""
 
     def __init__(self, address: str):
         self.address = _checked(address)
         try:
-            self._client = JobSubmissionClient(self.address)
+            with _without_rays_addresses():
+                self._client = JobSubmissionClient(self.address)
         except AuthenticationError:
             raise self._wants_token() from None
         except (*NO_ANSWER, *NOT_AN_ANSWER) as error:

@@ -335,6 +335,13 @@ def test_a_run_that_is_not_accepted_is_said_in_one_line(raygpt, bad_server, answ
     assert line in err
 
 
+def test_the_named_server_is_asked_whatever_rays_variables_say(bad_server, monkeypatch):
+    named = bad_server({**VERSION, "/api/jobs/": json.dumps([RUN])}, 500, "")
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:9")
+    assert [job.name for job in JobServer(named).jobs()] == ["a"]
+    assert os.environ["RAY_ADDRESS"] == "http://127.0.0.1:9"
+
+
 @pytest.mark.parametrize("answer", BAD_ANSWERS)
 def test_a_server_that_is_no_job_server_is_said_in_one_line(bad_server, answer):
     with pytest.raises(RaygptError, match=r"^(no Ray job server answers at|the Ray cluster at) http://127"):
