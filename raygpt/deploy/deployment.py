@@ -215,7 +215,7 @@ def _check_workers(deployment: Deployment) -> None:
     if cluster.max_workers % each == 0:
         return
     low, high = -(-cluster.min_workers // each) * each, max(cluster.max_workers // each, 1) * each
-    fitting = f"{low}..{high}" if deployment.is_elastic and low < high else high
+    fitting = f"{low}..{high}" if low < high else low if deployment.is_elastic else high
     if deployment.slice:
         what = f"slices of {cluster.topology} {cluster.accelerator_type}, which have {each} hosts"
         raise RaygptError(

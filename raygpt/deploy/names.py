@@ -17,9 +17,8 @@ TIME = r"((?P<days>\d+)-)?(?P<rest>\d+(:\d+){0,2})"  # of slurm, as --time of sb
 # An image by the grammar of https://github.com/distribution/reference: HOST:PORT/PATH:TAG@DIGEST.
 HOST = r"([A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?(\.[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?)*|\[[0-9a-fA-F:]+\])(:\d+)?"
 PART = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
-IMAGE = (
-    rf"({HOST}/)?{PART}(/{PART})*(:[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?(@[A-Za-z][A-Za-z0-9+._-]*:[0-9a-fA-F]{{32,}})?"
-)
+REPOSITORY = rf"({HOST}/)?{PART}(/{PART})*"
+IMAGE = rf"(?P<repository>{REPOSITORY})(:[A-Za-z0-9_][\w.-]{{0,127}})?(@[A-Za-z][A-Za-z0-9+._-]*:[0-9a-fA-F]{{32,}})?"
 
 
 def check_label(option: str, value: str) -> None:
@@ -61,7 +60,8 @@ def _is_label_name(text: str) -> bool:
 
 def check_image(option: str, value: str) -> None:
     """Refuse what no registry can have."""
-    if len(value) > 255 or not re.fullmatch(IMAGE, value):
+    found = re.fullmatch(IMAGE, value, re.ASCII)
+    if not found or len(found["repository"]) > 255:
         raise RaygptError(
             f"{option}: {value!r} is no name of an image; write REGISTRY/NAME:TAG in lower case, e.g. "
             f"{option} ghcr.io/me/raygpt:1"

@@ -62,9 +62,10 @@ def _check_target(options: Options) -> None:
     if cloud is None:
         raise RaygptError(f"--target: {options.target} is none of {', '.join(CLOUDS)}; write e.g. --target gke")
     if options.spot and not cloud.spot:
+        own = "name their partition in the script" if options.target == "slurm" else "write --node-selector KEY=VALUE"
         raise RaygptError(
             f"--spot: --target {options.target} has no label for spot machines; write --target gke, eks or aks, or "
-            "--node-selector KEY=VALUE with your own"
+            f"leave it out and {own}"
         )
     if options.target != "slurm":
         if options.time is not None:
@@ -113,7 +114,7 @@ def _check_amounts(options: Options) -> None:
 
 
 def _check_time(time: str) -> None:
-    if seconds("--time", time) < MIN_TIME_S:
+    if 0 < seconds("--time", time) < MIN_TIME_S:  # 0 is no limit
         raise RaygptError(
             f"--time: {time} is too short: a job is asked to save {SAVE_S} s before its end, and would be requeued for "
             f"ever; write {MIN_TIME_S // 60} (minutes) or more"
