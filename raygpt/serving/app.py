@@ -160,7 +160,7 @@ class Server:
     async def tokenize(self, http: HttpRequest) -> Response:
         body = await self._body(http)
         vocabulary, text = self._named(body).vocabulary, _field(body, "prompt", str, "a text")
-        refuse_unknown(body, {"model", "prompt"})
+        refuse_unknown(body, {"model", "prompt"}, {"add_special_tokens": False})
         if text == tokenizers.END_OF_TEXT:
             ids = [vocabulary.tokenizer.end_of_text]
         else:
@@ -170,7 +170,7 @@ class Server:
     async def detokenize(self, http: HttpRequest) -> Response:
         body = await self._body(http)
         vocabulary, ids = self._named(body).vocabulary, _field(body, "tokens", list, "a list of token ids")
-        refuse_unknown(body, {"model", "tokens"})
+        refuse_unknown(body, {"model", "tokens"}, {})
         return JSONResponse({"prompt": vocabulary.tokenizer.decode(checked_ids(ids, vocabulary, "tokens"))})
 
     async def tokenizer_info(self, http: HttpRequest) -> Response:
@@ -270,8 +270,11 @@ class Answer:
         unfinished, status = len(tasks), CLIENT_GONE
         try:
             while unfinished:
+                left = self._deadline - time.monotonic()
+                if left <= 0:  # also where pieces are waiting, for which no timeout comes
+                    raise TimeoutError
                 # Not wait_for, which in Python 3.11 ignores a cancellation that comes together with a result.
-                async with asyncio.timeout(max(0, self._deadline - time.monotonic())):
+                async with asyncio.timeout(left):
                     found = await queue.get()
                 if isinstance(found, BaseException):
                     raise found

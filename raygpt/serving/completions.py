@@ -3,7 +3,7 @@
 import difflib
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ def parse(body: Any, vocabulary: Vocabulary) -> Completion:
     """Refuses a body that asks for what cannot be, in one sentence."""
     if not isinstance(body, dict):
         raise RefusedError(400, f"the body must be a JSON object, not {_kind(body)}")
-    refuse_unknown(body, KNOWN)
+    refuse_unknown(body, KNOWN, NEUTRAL)
     prompts = _prompts(body.get("prompt"), vocabulary)
     number, echo = _whole(body, "n", 1, 1, MOST_CHOICES), _flag(body, "echo")
     if len(prompts) * number > MOST_CHOICES:
@@ -87,7 +87,8 @@ def parse(body: Any, vocabulary: Vocabulary) -> Completion:
         "alternatives": alternatives,
         "score_prompt": echo and alternatives is not None,
     }
-    _refuse_unsupported(body, number)
+    if body.get("best_of") not in (None, number):
+        raise RefusedError(400, "best_of is not supported beyond n; leave it out", "best_of")
     made = [
         (ids, _tokens(body, len(ids), echo, vocabulary), seed + choice) for ids in prompts for choice in range(number)
     ]
@@ -100,32 +101,24 @@ def parse(body: Any, vocabulary: Vocabulary) -> Completion:
     )
 
 
-NEUTRAL: dict[str, Callable[[Any], bool]] = {  # what other servers know: taken if it changes nothing
-    "presence_penalty": lambda value: value == 0,
-    "frequency_penalty": lambda value: value == 0,
-    "suffix": lambda value: value == "",
-}
 KNOWN = {
     *("model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "n", "stop", "seed", "echo", "logprobs"),
-    *("stream", "stream_options", "logit_bias", "user", "best_of", *NEUTRAL),
+    *("stream", "stream_options", "logit_bias", "user", "best_of"),
 }
+NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "suffix": ""}
 
 
-def refuse_unknown(body: Json, known: Set[str]) -> None:
-    """Refuses a key that would have no effect."""
-    for key in body:
-        if key not in known:
+def refuse_unknown(body: Json, known: Set[str], neutral: Mapping[str, Any]) -> None:
+    """Refuses a key that would have no effect. `neutral` are keys that other servers know, each with the value that
+    changes nothing, which is accepted."""
+    for key, value in body.items():
+        if key in neutral:
+            if value not in (None, neutral[key]):
+                raise RefusedError(400, f"{key} is not supported; leave it out", key)
+        elif key not in known:
             close = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {close[0]}?" if close else "leave it out"
             raise RefusedError(400, f"unknown key {key[:100]!r}; {hint}", key[:100])
-
-
-def _refuse_unsupported(body: Json, number: int) -> None:
-    for key, is_neutral in NEUTRAL.items():
-        if body.get(key) is not None and not is_neutral(body[key]):
-            raise RefusedError(400, f"{key} is not supported; leave it out", key)
-    if body.get("best_of") not in (None, number):
-        raise RefusedError(400, "best_of is not supported beyond n; leave it out", "best_of")
 
 
 def _prompts(given: Any, vocabulary: Vocabulary) -> list[list[int]]:
@@ -235,7 +228,7 @@ def _include_usage(given: Any) -> bool:
         return False
     if not isinstance(given, dict):
         raise RefusedError(400, f"stream_options must be an object, not {_kind(given)}", "stream_options")
-    refuse_unknown(given, {"include_usage"})
+    refuse_unknown(given, {"include_usage"}, {"include_obfuscation": False})
     return _flag(given, "include_usage")
 
 

@@ -130,11 +130,14 @@ def run(
     import uvicorn
 
     class Server(uvicorn.Server):
+        serving: asyncio.Task[None]
+
         def handle_exit(self, sig: int, frame: Any) -> None:
             unfinished = len(self.server_state.tasks)
             if self.should_exit:
                 logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what is broken off has no traceback
-                self.force_exit = True
+                # Not uvicorn's `force_exit`, which from Python 3.12 on still waits for every connection.
+                self.serving.get_loop().call_soon_threadsafe(self.serving.cancel)
             elif unfinished:
                 note(f"finishing the requests that are being answered ({unfinished}); Ctrl-C again breaks them off")
             self.should_exit = True
@@ -142,6 +145,9 @@ def run(
     async def main() -> None:
         models = [await connect(name, backend) for name, backend in backends.items()]
         config = uvicorn.Config(make_app(models, key, limits), log_level="warning", lifespan="off", server_header=False)
-        await Server(config).serve(sockets=list(listening))
+        server = Server(config)
+        server.serving = asyncio.create_task(server.serve(sockets=list(listening)))
+        with contextlib.suppress(asyncio.CancelledError):
+            await server.serving
 
     asyncio.run(main())
