@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from raygpt.errors import RaygptError
 from raygpt.planning.corpus import Corpus
 from raygpt.planning.forecast import Forecast, forecast
 from raygpt.planning.target import HERE, Target, parse_target
+from raygpt.resources import resources_of_worker
 from raygpt.sweep.grid import Sweep
 from raygpt.training.ray.scaling import is_our_own
 
@@ -23,13 +25,18 @@ def forecasts(sweep: Sweep, target: Target, corpus: Corpus) -> dict[str, Forecas
 
 
 def seconds_here(sweep: Sweep, corpus: Corpus, at_once: int) -> float | None:
-    """On the machine of this process; None if the sweep runs on a cluster of other nodes, whose speed is not known."""
+    """On the machine of this process; None if the sweep runs on a cluster of other nodes, whose speed is not known, or
+    cannot be planned: its trials say why."""
     if not is_our_own():
         return None
-    machine, workers = parse_target(HERE), sweep.base.cluster.max_workers
+    machine, cluster = parse_target(HERE), sweep.base.cluster
     if machine.device.platform != "cpu":
-        machine = replace(machine, count=min(workers, machine.count))
-    return sweep_seconds(sweep, forecasts(sweep, machine, corpus), at_once)
+        devices = cluster.max_workers * resources_of_worker(cluster, machine.device.platform, ()).get("GPU", 1)
+        machine = replace(machine, count=max(1, min(int(devices), machine.count)))
+    try:
+        return sweep_seconds(sweep, forecasts(sweep, machine, corpus), at_once)
+    except RaygptError:
+        return None
 
 
 def sweep_seconds(sweep: Sweep, trials: Mapping[str, Forecast], at_once: int) -> float:

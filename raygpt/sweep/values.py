@@ -123,17 +123,22 @@ def _spread(key: str, found: re.Match[str]) -> tuple[str, ...]:
         above = "log: needs two numbers above 0, the lower first" if is_log else "the lower number comes first"
         raise RaygptError(f"{key}: {shown(text)} is no range; {above}, e.g. log:1e-3..1e-1 or 0..0.2:3")
     number = _count(key, found, low, high)
-    shares = [n / (number - 1) for n in range(number)]
-    values = [low ** (1 - share) * high**share if is_log else low + (high - low) * share for share in shares]
-    values[-1] = high
     is_whole = found[2].isdecimal() and found[3].isdecimal()
+    values = _between(low, high, number, is_log)
     texts = _whole(values) if is_whole else _distinct(values)
     if len(texts) < number and not is_whole:
         raise RaygptError(f"{key}: {shown(text)} is too narrow for {number} different values; write a wider range")
     if len(texts) < number and found[4]:
-        fitting = f"{text.removesuffix(found[4])}{len(texts)}"
-        raise RaygptError(f"{key}: {shown(text)} has only {len(texts)} whole numbers; write {fitting}")
+        fewer = next(n for n in range(number - 1, 1, -1) if len(_whole(_between(low, high, n, is_log))) == n)
+        fitting = f"{text.removesuffix(found[4])}{fewer}"
+        raise RaygptError(f"{key}: {shown(text)} rounds to only {len(texts)} whole numbers; write {fitting}")
     return texts
+
+
+def _between(low: float, high: float, number: int, is_log: bool) -> list[float]:
+    """So many values from the first to the last, evenly spaced."""
+    shares = [n / (number - 1) for n in range(number - 1)]
+    return [*(low ** (1 - share) * high**share if is_log else low + (high - low) * share for share in shares), high]
 
 
 def _count(key: str, found: re.Match[str], low: float, high: float) -> int:
