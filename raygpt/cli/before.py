@@ -133,7 +133,7 @@ def _plan_sweep(
 
     base = grid.base_of(recipe, overrides, "sweep", console.note)
     grid.check_values(recipe, overrides, axes)
-    corpus = look_up(base.data, base.run.storage)
+    corpus = look_up(base.data, base.run.storage, target.is_here)
     planned = grid.plan_sweep(recipe, overrides, axes, corpus.windows, False)
     seconds = forecast.sweep_seconds(planned, forecast.forecasts(planned, target, corpus), 1)
     cost = None if price is None else price * target.count * seconds / 3600

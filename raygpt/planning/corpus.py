@@ -32,15 +32,15 @@ class Corpus:
         return window_count(self.train_tokens or 10**12, context)
 
 
-def look_up(data: Data, home: str) -> Corpus:
-    """The corpus of a recipe whose stores are below `home`; nothing is prepared or downloaded."""
+def look_up(data: Data, home: str, is_here: bool) -> Corpus:
+    """The corpus of a recipe whose stores are below `home`; nothing is prepared or downloaded. `is_here`: it will be
+    read on this machine."""
     found = [_index(part.source, data, home) for part in data.sources]
     indexes = [index for index in found if index is not None]
     if len(indexes) == len(found):
         tokens = [sum(index.tokens(stream) for index in indexes) for stream in ("train", "val")]
         return Corpus(max(index.vocab for index in indexes), tokens[0], tokens[1])
-    vocab, notes = _vocabulary(data.tokenizer), []
-    _check_is_there(data)
+    vocab, notes = _vocabulary(data.tokenizer), _not_found(data, is_here)
     tokens_in = [
         index.tokens("train") + index.tokens("val") if index else _assumed_tokens(part.source, data)
         for index, part in zip(found, data.sources, strict=True)
@@ -81,11 +81,20 @@ def _vocabulary(tokenizer: str) -> int:
     return int(trained[1]) if trained else VOCABULARIES.get(tokenizer, VOCABULARIES["gpt2"])
 
 
-def _check_is_there(data: Data) -> None:
-    """Refuse a local text that a run would not find either."""
+def _not_found(data: Data, is_here: bool) -> list[str]:
+    """A note for each text that is not here. What a run would not find either is refused: of a run elsewhere only what
+    has no absolute path, as for `raygpt submit`."""
+    notes = []
     for source in [*(part.source for part in data.sources), data.val]:
         if isinstance(source, str) and is_path(source) and not storage.is_remote(source) and not is_prepared(source):
-            resolve(source, data.column, digests=False)
+            try:
+                resolve(source, data.column, digests=False)
+            except RaygptError:
+                path = source.removeprefix("wikitext:")
+                if is_here or not path.startswith("/"):
+                    raise
+                notes.append(f"{path} is not on this machine; the nodes that train have to find it there")
+    return notes
 
 
 def _assumed_tokens(source: str, data: Data) -> int | None:

@@ -151,7 +151,7 @@ class Forecast:
 def forecast(recipe: Recipe, target: Target, corpus: Corpus | None = None, devices: Devices | None = None) -> Forecast:
     """The forecast of a recipe. Its corpus is looked up beside its runs, and devices are what an engine would find,
     unless they are given."""
-    corpus = corpus or look_up(recipe.data, recipe.run.storage)
+    corpus = corpus or look_up(recipe.data, recipe.run.storage, target.is_here)
     known = _with_steps(recipe, corpus)
     devices = devices or devices_on(known, target)
     split, fits = _split(known, corpus.vocab, devices)

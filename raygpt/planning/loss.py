@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from raygpt import storage
 from raygpt.config import Recipe
+from raygpt.errors import first_line
 
 SCALING = "scaling.json"
 FORMAT = 3
@@ -119,29 +120,29 @@ def expected_loss(recipe: Recipe, parameters: int, tokens: int) -> Loss | None:
 
 def laws_beside(home: str, family: Mapping[str, Any]) -> Iterator[Law]:
     """The laws of a family in the folders of `home`, without those that cannot be read."""
-    for _, law in _found(home, family):
-        if law:
-            yield law
+    yield from (found for found in _found(home, family) if isinstance(found, Law))
 
 
 def unreadable_laws(home: str) -> list[str]:
     """A line for each law in the folders of `home` that cannot be read: files of other runs, so no reason to refuse."""
-    return [f"{uri} is left out: it is no scaling law; delete it" for uri, law in _found(home, None) if law is None]
+    return [found for found in _found(home, None) if isinstance(found, str)]
 
 
-def _found(home: str, family: Mapping[str, Any] | None) -> Iterator[tuple[str, Law | None]]:
-    """Address and law of each file of a family, or of any; None for what is no law."""
+def _found(home: str, family: Mapping[str, Any] | None) -> Iterator[Law | str]:
+    """Each law of a family, or of any; for a file that is none a line that says so."""
     home = storage.absolute(home)
     for name in sorted(storage.folders(home)):
         uri = storage.join(home, name, SCALING)
         try:
             read = json.loads(storage.read_bytes(uri))
             if read["format"] == FORMAT and family in (None, read["family"]):
-                yield uri, _law(read, name)
-        except (FileNotFoundError, NotADirectoryError):
+                yield _law(read, name)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             pass
-        except (OSError, ValueError, LookupError, OverflowError, TypeError):
-            yield uri, None
+        except OSError as error:
+            yield f"{uri} is left out: it cannot be read ({error.strerror or first_line(error)})"
+        except (ValueError, LookupError, OverflowError, TypeError):
+            yield f"{uri} is left out: it is no scaling law; delete it"
 
 
 def _law(read: Mapping[str, Any], name: str) -> Law:

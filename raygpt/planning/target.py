@@ -38,6 +38,11 @@ class Target:
     name: str = HERE
 
     @property
+    def is_here(self) -> bool:
+        """Whether it is this machine."""
+        return self.name == HERE
+
+    @property
     def sides(self) -> tuple[int, ...]:
         """Of a slice of TPUs, in chips; none of other devices."""
         return tuple(int(size) for size in self.name.partition(":")[2].split("x") if size)

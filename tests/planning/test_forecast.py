@@ -172,9 +172,17 @@ def test_a_corpus_that_is_not_prepared_is_assumed_and_said(tmp_path):
 @pytest.mark.parametrize("changes", [{}, {"data.limit": 10}, {"data.source": "wikitext:/nope/here.txt"}])
 def test_a_text_that_is_not_there_is_refused(tmp_path, changes):
     with pytest.raises(RaygptError, match="no text at '/nope"):
-        planned("tiny", "h200", tmp_path, **{"data.source": "/nope.txt"} | changes)
+        planned("tiny", "here", tmp_path, **{"data.source": "/nope.txt"} | changes)
     with pytest.raises(RaygptError, match="no text at '/nope"):
-        planned("tiny", "h200", tmp_path, **{"data.source": "hf:a/b", "data.val": "/nope.txt"})
+        planned("tiny", "here", tmp_path, **{"data.source": "hf:a/b", "data.val": "/nope.txt"})
+    with pytest.raises(RaygptError, match="no text at 'nope"):
+        planned("tiny", "h200", tmp_path, **{"data.source": "nope.txt"})
+
+
+@pytest.mark.parametrize("source", ["/nope.txt", "wikitext:/nope.txt"])
+def test_an_absolute_path_may_be_one_of_another_machine(tmp_path, source):
+    line = "/nope.txt is not on this machine; the nodes that train have to find it there"
+    assert line in planned("tiny", "8xh100", tmp_path, **{"data.source": source}).notes
 
 
 @pytest.mark.parametrize("source", ["hf:owner/name", "wikitext-103"])

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from raygpt import storage
 from raygpt.models import describe
 from raygpt.planning.forecast import forecast
 from raygpt.planning.loss import expected_loss, family_of, unreadable_laws
@@ -87,6 +88,22 @@ def test_a_file_that_is_no_law_is_left_out_with_a_note(tmp_path, content):
     line = f"{tmp_path}/damaged/scaling.json is left out: it is no scaling law; delete it"
     assert unreadable_laws(str(tmp_path)) == [line]
     assert line in forecast(tiny(tmp_path), parse_target("h200")).notes
+
+
+def test_a_law_that_may_not_be_read_is_no_reason_to_delete_it(tmp_path, monkeypatch):
+    write_law(tmp_path, "sound")
+    (tmp_path / "folder" / "scaling.json").mkdir(parents=True)  # by that name
+
+    def refuse(uri):
+        raise PermissionError(13, "Permission denied", uri)
+
+    assert unreadable_laws(str(tmp_path)) == []
+    monkeypatch.setattr(storage, "read_bytes", refuse)
+    said = [
+        f"{tmp_path}/{name}/scaling.json is left out: it cannot be read (Permission denied)"
+        for name in ("folder", "sound")
+    ]
+    assert unreadable_laws(str(tmp_path)) == said
 
 
 @pytest.mark.parametrize(
