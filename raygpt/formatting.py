@@ -51,6 +51,11 @@ def short_time(seconds: float) -> str:
     return f"{1e9 * seconds:.1f} ns"
 
 
+def ratio_text(value: float) -> str:
+    """20.3, 0.039"""
+    return f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
+
+
 def number_text(value: float | None, form: str) -> str:
     """A number by a format such as '.4f', or a dash if there is none."""
     return "–" if value is None else format(value, form)

@@ -58,8 +58,7 @@ def plan(
     target = parse_target(on, peak, memory, bandwidth)
     axes, single = divide(overrides or [])
     if not axes:
-        found_file = (out or "NAME-found.yaml") if find else None
-        _plan_run(recipe, single, target, price, compile_, found_file, svg, as_json)
+        _plan_run(recipe, single, target, price, compile_, find, out, svg, as_json)
     elif compile_ or find or svg:
         raise RaygptError("--compile, --find and --svg: are for one run; leave them out, or give each key one value")
     else:
@@ -82,11 +81,11 @@ def _plan_run(
     target: "Target",
     price: float | None,
     compile_: bool,
-    found_file: str | None,
+    find: bool,
+    out: str | None,
     svg: str | None,
     as_json: bool,
 ) -> None:
-    """With `found_file`, search for the fastest, and write it there."""
     from raygpt.planning.compiler import ask_compiler
     from raygpt.planning.forecast import forecast
     from raygpt.planning.search import fastest, helpful_changes
@@ -95,28 +94,31 @@ def _plan_run(
 
     loaded = load_recipe(recipe, overrides, console.note)
     found = forecast(loaded, target)
-    if found_file:
-        best = fastest(found.recipe, target, found.corpus)
-        file = best.write(found_file.replace("NAME", str(loaded.run.name)))
+    if find:
+        best = fastest(found)
+        file = best.write(out or f"{loaded.run.name}-found.yaml")
         found = best.forecast
     changes = helpful_changes(found)
     answer = ask_compiler(found) if compile_ else None
     if svg:
         planning.write_picture(svg, found.as_dict(price))
     if as_json:
-        others = [{"keys": dict(change.keys), **change.forecast.as_dict(price)} for change in changes]
+        others = [
+            {"keys": dict(change.keys), "same_run": change.is_same_run, **change.forecast.as_dict(price)}
+            for change in changes
+        ]
         print_json(
             {
                 **found.as_dict(price),
                 "changes": others,
                 "unused": found.unused,
                 "notes": found.notes,
-                **({"written": file} if found_file else {}),
+                **({"written": file} if find else {}),
                 **({"compiled": answer.as_dict()} if answer else {}),
             }
         )
         return
-    if found_file:
+    if find:
         planning.show_found(best, file)
     planning.show_forecast(found, price, changes)
     if answer:
@@ -131,14 +133,13 @@ def _plan_sweep(
     from raygpt.show import sweep as shown
     from raygpt.sweep import forecast, grid
 
-    base = grid.base_of(recipe, overrides, "sweep", console.note)
-    grid.check_values(recipe, overrides, axes)
+    base = grid.base_of_sweep(recipe, overrides, axes, console.note)
     corpus = look_up(base.data, base.run.storage, target.is_here)
     planned = grid.plan_sweep(recipe, overrides, axes, corpus.windows, False)
     seconds = forecast.sweep_seconds(planned, forecast.forecasts(planned, target, corpus), 1)
     cost = None if price is None else price * target.count * seconds / 3600
     if as_json:
-        print_json(forecast.as_dict(planned, seconds, cost))
+        print_json({**forecast.as_dict(planned, seconds, cost), "target": str(target), "notes": list(corpus.assumed)})
         return
     shown.show_plan(
         planned, 1, seconds, f" on {target}" + ("" if cost is None else f", {cost:,.2f} at {price:g} per device-hour")
@@ -177,8 +178,8 @@ def sweep(
     axes, overrides = divide(words)
     if not axes:
         raise RaygptError("sweep: there is nothing to try; write e.g. optimizer.learning_rate=1e-3,2e-3,4e-3")
-    base = grid.base_of(recipe, overrides, "sweep", console.note)
-    grid.check_values(recipe, overrides, axes)
+    base = grid.base_of_sweep(recipe, overrides, axes, console.note)
+    grid.check_trials(recipe, overrides, axes)
     prepared.check(base)
     with launch.on_cluster(base):
         with data.preparing() as progress:

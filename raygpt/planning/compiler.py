@@ -33,7 +33,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CompilerAnswer:
     """A compiled step beside its plan."""
 
     step: "CompiledStep"
@@ -45,7 +45,7 @@ class Answer:
         return {**asdict(self.step), "compared": compared, "compile_s": self.seconds}
 
 
-def ask_compiler(plan: Forecast) -> Answer:
+def ask_compiler(plan: Forecast) -> CompilerAnswer:
     """Compile the step of a plan; nothing is computed."""
     if plan.recipe.engine != "jax":
         raise RaygptError("--compile: PyTorch compiles while it runs; write engine=jax, or leave --compile out")
@@ -63,7 +63,7 @@ def ask_compiler(plan: Forecast) -> Answer:
     devices = tpu_devices(name.rpartition("*")[2], plan.target.groups) if platform == "tpu" else None
     began = time.monotonic()
     step = compile_step(plan.recipe, plan.corpus.vocab, plan.split.accumulation, devices)
-    return Answer(step, differences(plan, step), time.monotonic() - began)
+    return CompilerAnswer(step, differences(plan, step), time.monotonic() - began)
 
 
 def differences(plan: Forecast, step: "CompiledStep") -> tuple[Difference, ...]:

@@ -1,7 +1,9 @@
 """What is known of a recipe's corpus before a run: from its token store, or assumed if it is not prepared yet."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from raygpt import storage
 from raygpt.config import Data
@@ -9,7 +11,7 @@ from raygpt.corpus.index import INDEX, Index
 from raygpt.corpus.mixture import is_prepared, open_prepared
 from raygpt.corpus.order import window_count
 from raygpt.corpus.sources import is_path, resolve
-from raygpt.corpus.store import STORES
+from raygpt.corpus.store import PLAN, STORES
 from raygpt.errors import RaygptError
 
 VOCABULARIES = {"gpt2": 50257, "bytes": 257, "char": 100}  # char: as many as an English text with some foreign letters
@@ -35,12 +37,13 @@ class Corpus:
 def look_up(data: Data, home: str, is_here: bool) -> Corpus:
     """The corpus of a recipe whose stores are below `home`; nothing is prepared or downloaded. `is_here`: it will be
     read on this machine."""
-    found = [_index(part.source, data, home) for part in data.sources]
+    damaged: list[str] = []
+    found = [_index(part.source, data, home, damaged) for part in data.sources]
     indexes = [index for index in found if index is not None]
     if len(indexes) == len(found):
         tokens = [sum(index.tokens(stream) for index in indexes) for stream in ("train", "val")]
-        return Corpus(max(index.vocab for index in indexes), tokens[0], tokens[1])
-    vocab, notes = _vocabulary(data.tokenizer), _not_found(data, is_here)
+        return Corpus(max(index.vocab for index in indexes), tokens[0], tokens[1], tuple(damaged))
+    vocab, notes = _vocabulary(data.tokenizer), [*damaged, *_not_found(data, is_here)]
     tokens_in = [
         index.tokens("train") + index.tokens("val") if index else _assumed_tokens(part.source, data)
         for index, part in zip(found, data.sources, strict=True)
@@ -55,18 +58,31 @@ def look_up(data: Data, home: str, is_here: bool) -> Corpus:
     return Corpus(vocab, total and total - (val or 0), val, tuple(notes))
 
 
-def _index(source: str, data: Data, home: str) -> Index | None:
-    """Of the source's tokens, or of a store that was made from it."""
+def _index(source: str, data: Data, home: str, damaged: list[str]) -> Index | None:
+    """Of the source's tokens, or of a store that was made from it. A line is added to `damaged` for each store that
+    cannot be read: it may be another text's, so it is no reason to refuse."""
     if is_path(source) and is_prepared(source):
         return open_prepared(source, data.tokenizer).index
     stores = storage.join(storage.absolute(home), STORES)
     for name in sorted(storage.folders(stores)):
         folder = storage.join(stores, name)
         if storage.exists(storage.join(folder, INDEX)):
-            index = Index.read(folder)
-            if index.source == source and _could_be(index.vocab, data.tokenizer):
+            try:
+                index, made = Index.read(folder), storage.read_json(storage.join(folder, PLAN)) or {}
+            except RaygptError as error:
+                damaged.append(f"left out: {error}")
+                continue
+            if index.source == source and _could_be(index.vocab, data.tokenizer) and _is_made_so(made, data):
                 return index
     return None
+
+
+def _is_made_so(made: Mapping[str, Any], data: Data) -> bool:
+    """Whether a store was made with the recipe's settings, as far as it says. Of several texts only the first has the
+    validation text of its own."""
+    asked = {"limit": data.limit, "column": data.column, "split": data.split, "split_seed": data.split_seed}
+    held_out = [data.val, 0.0] if isinstance(data.val, str) else [data.val]
+    return all(made.get(key, value) == value for key, value in asked.items()) and made.get("val", data.val) in held_out
 
 
 def _could_be(vocab: int, tokenizer: str) -> bool:

@@ -10,7 +10,7 @@ from raygpt.engines.padding import padded_vocab
 from raygpt.errors import RaygptError
 from raygpt.models import Description, describe
 from raygpt.planning.corpus import Corpus, look_up
-from raygpt.planning.loss import Loss, expected_loss, unreadable_laws
+from raygpt.planning.loss import Laws, Loss, read_laws
 from raygpt.planning.memory import Memory, step_memory
 from raygpt.planning.micro_batch_size import Split, split_batch
 from raygpt.planning.step_time import StepTime, step_time
@@ -34,6 +34,7 @@ class Forecast:
     recipe: Recipe  # with every length in steps
     target: Target
     corpus: Corpus
+    laws: Laws  # beside its runs
     devices: Devices
     split: Split
     fits: bool
@@ -74,13 +75,17 @@ class Forecast:
         rows = self.recipe.training.eval_rows or (self.corpus.val_tokens or 0) // self.recipe.model.context
         return rows * self.recipe.model.context * EVALUATED / self.tokens_per_s
 
-    @property
-    def evaluations(self) -> int:
-        return 1 + self.recipe.steps // int(self.recipe.training.eval_every)
+    def seconds(self, first: int, last: int) -> float:
+        """Of the steps after `first` up to `last`, with their validations: before a run's first step, every so many
+        steps, and after its last."""
+        every, steps = int(self.recipe.training.eval_every), self.recipe.steps
+        at_end = last == steps and steps % every > 0
+        evaluations = (first == 0) + last // every - first // every + at_end
+        return (last - first) * self.time.total + evaluations * self.evaluation_s
 
     @property
     def run_s(self) -> float:
-        return START_S + self.recipe.steps * self.time.total + self.evaluations * self.evaluation_s
+        return START_S + self.seconds(0, self.recipe.steps)
 
     @property
     def unused(self) -> str | None:
@@ -94,11 +99,22 @@ class Forecast:
         return f"cluster.workers: {self.recipe.cluster.workers} would use {used}; train with {write}"
 
     @property
+    def missing(self) -> str | None:
+        """In one line, that the recipe needs more workers than the target has room for, and what to write."""
+        cluster = self.recipe.cluster
+        room = worker_keys(cluster, self.target)["cluster.workers"]
+        if self.target.device.platform == "cpu" or cluster.min_workers <= room:
+            return None
+        return (
+            f"cluster.workers: {cluster.workers} has no room on {self.target}, which takes {room}; the plan is for "
+            f"{room}: write cluster.workers={room}, or name more devices by --on"
+        )
+
+    @property
     def notes(self) -> list[str]:
         """What was assumed or left out, and what the numbers do not say, each in one line."""
         hurried = [LAUNCHES] if self.time.total < LAUNCHES_S and self.target.device.platform != "cpu" else []
-        laws = unreadable_laws(self.recipe.run.storage)
-        return [*self.corpus.assumed, *filter(None, [self.unused]), *hurried, *laws]
+        return [*self.corpus.assumed, *filter(None, [self.unused, self.missing]), *hurried, *self.laws.unreadable]
 
     def cost(self, price: float) -> float:
         """At so much per device and hour."""
@@ -148,10 +164,17 @@ class Forecast:
         }
 
 
-def forecast(recipe: Recipe, target: Target, corpus: Corpus | None = None, devices: Devices | None = None) -> Forecast:
-    """The forecast of a recipe. Its corpus is looked up beside its runs, and devices are what an engine would find,
-    unless they are given."""
+def forecast(
+    recipe: Recipe,
+    target: Target,
+    corpus: Corpus | None = None,
+    devices: Devices | None = None,
+    laws: Laws | None = None,
+) -> Forecast:
+    """The forecast of a recipe. Unless they are given, its corpus and scaling laws are looked up beside its runs, and
+    devices are what an engine would find."""
     corpus = corpus or look_up(recipe.data, recipe.run.storage, target.is_here)
+    laws = read_laws(recipe.run.storage) if laws is None else laws
     known = _with_steps(recipe, corpus)
     devices = devices or devices_on(known, target)
     split, fits = _split(known, corpus.vocab, devices)
@@ -160,9 +183,9 @@ def forecast(recipe: Recipe, target: Target, corpus: Corpus | None = None, devic
     seconds = step_time(known, corpus.vocab, devices, target, mesh, split.micro_rows, split.accumulation, precision)
     description = describe(known.model, corpus.vocab)
     tokens = known.steps * known.training.batch_tokens
-    loss = expected_loss(known, description.block_parameters, tokens)
+    loss = laws.expected_loss(known, description.block_parameters, tokens)
     return Forecast(
-        known, target, corpus, devices, split, fits, seconds, description.count, description.flops_per_token, loss
+        known, target, corpus, laws, devices, split, fits, seconds, description.count, description.flops_per_token, loss
     )
 
 

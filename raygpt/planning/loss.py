@@ -22,7 +22,7 @@ than FEWEST_RUNGS is not used.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,38 +111,37 @@ def family_of(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def expected_loss(recipe: Recipe, parameters: int, tokens: int) -> Loss | None:
-    """By the law of the recipe's family with the most rungs that lies beside its runs; None if there is none."""
-    laws = [law for law in laws_beside(recipe.run.storage, family_of(recipe)) if len(law.rungs) >= FEWEST_RUNGS]
-    best = max(laws, key=lambda law: len(law.rungs), default=None)
-    return best.predict(parameters, tokens) if best else None
+@dataclass(frozen=True)
+class Laws:
+    """Those in the folders beside a run."""
+
+    laws: tuple[tuple[Mapping[str, Any], Law], ...] = ()  # each with its family
+    unreadable: tuple[str, ...] = ()  # a line for each file that is no law: of other runs, so no reason to refuse
+
+    def expected_loss(self, recipe: Recipe, parameters: int, tokens: int) -> Loss | None:
+        """By the law of the recipe's family with the most rungs; None if there is none."""
+        family = family_of(recipe)
+        laws = [law for whose, law in self.laws if whose == family and len(law.rungs) >= FEWEST_RUNGS]
+        best = max(laws, key=lambda law: len(law.rungs), default=None)
+        return best.predict(parameters, tokens) if best else None
 
 
-def laws_beside(home: str, family: Mapping[str, Any]) -> Iterator[Law]:
-    """The laws of a family in the folders of `home`, without those that cannot be read."""
-    yield from (found for found in _found(home, family) if isinstance(found, Law))
-
-
-def unreadable_laws(home: str) -> list[str]:
-    """A line for each law in the folders of `home` that cannot be read: files of other runs, so no reason to refuse."""
-    return [found for found in _found(home, None) if isinstance(found, str)]
-
-
-def _found(home: str, family: Mapping[str, Any] | None) -> Iterator[Law | str]:
-    """Each law of a family, or of any; for a file that is none a line that says so."""
-    home = storage.absolute(home)
+def read_laws(home: str) -> Laws:
+    """All laws in the folders of `home`."""
+    home, laws, unreadable = storage.absolute(home), [], []
     for name in sorted(storage.folders(home)):
         uri = storage.join(home, name, SCALING)
         try:
             read = json.loads(storage.read_bytes(uri))
-            if read["format"] == FORMAT and family in (None, read["family"]):
-                yield _law(read, name)
+            if read["format"] == FORMAT:
+                laws.append((read["family"], _law(read, name)))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             pass
         except OSError as error:
-            yield f"{uri} is left out: it cannot be read ({error.strerror or first_line(error)})"
+            unreadable.append(f"{uri} is left out: it cannot be read ({error.strerror or first_line(error)})")
         except (ValueError, LookupError, OverflowError, TypeError):
-            yield f"{uri} is left out: it is no scaling law; delete it"
+            unreadable.append(f"{uri} is left out: it is no scaling law; delete it")
+    return Laws(tuple(laws), tuple(unreadable))
 
 
 def _law(read: Mapping[str, Any], name: str) -> Law:

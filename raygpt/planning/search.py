@@ -10,9 +10,8 @@ from pydantic import ValidationError
 from raygpt import storage
 from raygpt.config import Recipe
 from raygpt.errors import RaygptError
-from raygpt.planning.corpus import Corpus
 from raygpt.planning.forecast import LAUNCHES_S, Forecast, forecast
-from raygpt.planning.target import Target, devices_on, worker_keys
+from raygpt.planning.target import worker_keys
 
 REMATS = ("none", "products", "blocks")
 LARGEST_TENSOR = 8  # devices: beyond a node its sums cost more than they save
@@ -58,15 +57,15 @@ def _best(now: Forecast, changes: Sequence[Change]) -> Change | None:
     return max(faster if now.fits else fitting, key=lambda change: change.forecast.tokens_per_s, default=None)
 
 
-def fastest(recipe: Recipe, target: Target, corpus: Corpus) -> Change:
-    """The mesh, recomputation and accumulation with which a recipe is fastest on a target, and the workers that use all
-    of it; refuses if none fits."""
-    devices, workers = devices_on(recipe, target), worker_keys(recipe.cluster, target)
+def fastest(now: Forecast) -> Change:
+    """The mesh, recomputation and accumulation with which a recipe is fastest on its target, and the workers that use
+    all of it; refuses if none fits."""
+    devices, target, workers = now.devices, now.target, worker_keys(now.recipe.cluster, now.target)
     found = [
         change
-        for mesh in meshes(recipe, devices.count)
+        for mesh in meshes(now.recipe, devices.count)
         for remat in REMATS
-        if (change := _change(recipe, target, corpus, {**workers, **_mesh_keys(mesh), "training.remat": remat}))
+        if (change := _change(now, {**workers, **_mesh_keys(mesh), "training.remat": remat}))
     ]
     fitting = [change for change in found if change.forecast.fits]
     if not found:
@@ -81,7 +80,7 @@ def fastest(recipe: Recipe, target: Target, corpus: Corpus) -> Change:
         )
     best = _fastest_of(fitting)
     split = best.forecast.split.accumulation
-    again = _change(recipe, target, corpus, {**best.keys, "training.accumulation": split})
+    again = _change(now, {**best.keys, "training.accumulation": split})
     return again or best
 
 
@@ -94,12 +93,11 @@ def _fastest_of(fitting: Sequence[Change]) -> Change:
 
 
 def meshes(recipe: Recipe, count: int) -> Iterator[dict[str, int]]:
-    """Every way to arrange so many devices that divides the model."""
-    for tensor in _divisors(min(count, LARGEST_TENSOR)):
-        for context in _divisors(count // tensor) if recipe.engine == "jax" and count % tensor == 0 else [1]:
+    """Every way to arrange so many devices that a context may be divided by, with a tensor axis within a node."""
+    for tensor in (number for number in _divisors(count) if number <= LARGEST_TENSOR):
+        for context in _divisors(count // tensor) if recipe.engine == "jax" else [1]:
             rest = count // (tensor * context)
-            divides = context == 1 or recipe.model.context % (128 * context) == 0
-            if divides and tensor * context * rest == count:
+            if context == 1 or recipe.model.context % (128 * context) == 0:
                 for fsdp in _divisors(rest):
                     yield {"data": rest // fsdp, "fsdp": fsdp, "tensor": tensor, "context": context}
 
@@ -128,19 +126,19 @@ def _changed(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe | None:
         return None
 
 
-def _change(
-    recipe: Recipe, target: Target, corpus: Corpus, keys: Mapping[str, Any], is_same_run: bool = True
-) -> Change | None:
-    changed = _changed(recipe, keys)
+def _change(now: Forecast, keys: Mapping[str, Any], is_same_run: bool = True) -> Change | None:
+    changed = _changed(now.recipe, keys)
     try:
-        return Change(keys, forecast(changed, target, corpus), is_same_run) if changed else None
+        if changed is None:
+            return None
+        return Change(keys, forecast(changed, now.target, now.corpus, laws=now.laws), is_same_run)
     except RaygptError:  # such as an engine that does not know the device
         return None
 
 
 def _changes(now: Forecast, every: Iterator[dict[str, Any]], is_same_run: bool = True) -> Iterator[Change]:
     for keys in every:
-        found = _change(now.recipe, now.target, now.corpus, keys, is_same_run)
+        found = _change(now, keys, is_same_run)
         if found:
             yield found
 

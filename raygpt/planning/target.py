@@ -60,9 +60,9 @@ def parse_target(
     """The target that a text names; `peak` (TFLOP/s), `memory` (GiB) and `bandwidth` (GB/s) describe a device that is
     not in the table, or replace what the table says."""
     _check_figures(peak=peak, memory=memory, bandwidth=bandwidth)
-    if text == HERE:
-        return this_machine(peak, memory, bandwidth)
     number, written = r"([0-9]{1,9})", text.lower()
+    if written == HERE:
+        return this_machine(peak, memory, bandwidth)
     slices = re.fullmatch(rf"(?:{number}\*)?([a-z0-9]+):([0-9]{{1,9}}(?:x[0-9]{{1,9}})*)", written)
     gpus = re.fullmatch(rf"(?:{number}x)?(?:{number}x)?([a-z][a-z0-9-]*|[0-9]{{4}})", written)
     if slices:

@@ -8,12 +8,12 @@ from rich.padding import Padding
 from rich.table import Table
 
 from raygpt import storage
-from raygpt.formatting import short_time, size, time_span
+from raygpt.formatting import ratio_text, short_time, size, time_span
 from raygpt.show import chart
 from raygpt.show.console import out, show_notes, table_of
 
 if TYPE_CHECKING:
-    from raygpt.planning.compiler import Answer
+    from raygpt.planning.compiler import CompilerAnswer
     from raygpt.planning.forecast import Forecast
     from raygpt.planning.search import Change
 
@@ -70,8 +70,7 @@ def _batch(plan: "Forecast") -> str:
 
 
 def _run(plan: "Forecast") -> str:
-    each = plan.tokens / plan.parameters
-    ratio = f"{each:,.1f}" if each >= 1 else f"{each:.2g}"
+    ratio = ratio_text(plan.tokens / plan.parameters)
     return f"{time_span(plan.run_s)} for {plan.recipe.steps:,} steps, {plan.tokens:,} tokens, {ratio} a parameter"
 
 
@@ -117,7 +116,7 @@ def show_found(change: "Change", file: str) -> None:
     out.print(f"fastest that fits: [bold]{escape(str(change))}[/]\nwritten to {escape(file)}\n", soft_wrap=True)
 
 
-def show_compiled(answer: "Answer") -> None:
+def show_compiled(answer: "CompilerAnswer") -> None:
     """Where the plan and the compiler differ, and what the devices send."""
     table = Table("", "plan", "compiler", "", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for found in answer.differences:

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 from raygpt.show import chart
 from raygpt.show.console import note, out, relative_path, table_of
 from raygpt.show.scaling_page import law_text
+from raygpt.sweep.ladder import MOST_RUNGS
 
 if TYPE_CHECKING:
-    from raygpt.sweep.scaling import Answer, Ladder
+    from raygpt.sweep.scaling import Ladder, ScalingAnswer
 
 
 def show_plan(ladder: "Ladder", at_once: int) -> None:
@@ -23,11 +24,12 @@ def show_plan(ladder: "Ladder", at_once: int) -> None:
     rows.append(("folder", relative_path(ladder.folder)))
     out.print(table_of(rows))
     if ladder.is_far:
-        remedy = f"--share {ladder.enough:.2g} would come nearer" if ladder.enough else "so would any of 12 rungs be"
+        nearer = f"--share {ladder.enough:.2g} would come nearer"
+        remedy = nearer if ladder.enough else f"no ladder of up to {MOST_RUNGS} runs would come nearer"
         note(f"the run is far from its ladder, whose prediction may be {ladder.expected_error:.1%} off; {remedy}")
 
 
-def show_answer(ladder: "Ladder", answer: "Answer", page: str) -> None:
+def show_answer(ladder: "Ladder", answer: "ScalingAnswer", page: str) -> None:
     """The law, and the loss that it predicts."""
     loss = answer.loss
     rows = [

@@ -9,13 +9,13 @@ from raygpt.show import chart
 from raygpt.show.page import document, table, tiles
 
 if TYPE_CHECKING:
-    from raygpt.sweep.scaling import Answer, Ladder
+    from raygpt.sweep.scaling import Ladder, ScalingAnswer
 
 CURVE_POINTS = 41
 ROOM = 0.04
 
 
-def scaling_page(ladder: "Ladder", answer: "Answer") -> str:
+def scaling_page(ladder: "Ladder", answer: "ScalingAnswer") -> str:
     """The whole page."""
     loss, name = answer.loss, str(ladder.recipe.run.name)
     figures = [
@@ -40,7 +40,7 @@ def scaling_page(ladder: "Ladder", answer: "Answer") -> str:
     return document(name, body)
 
 
-def law_text(answer: "Answer") -> str:
+def law_text(answer: "ScalingAnswer") -> str:
     """L(N, D) = 1.2 + ((8 / N^0.09)^2.5 + (19 / (D - 4e4)^0.15)^2.5)^(1/2.5)"""
     terms = answer.law.terms
     tokens = f"(D - {terms['S']:.3g})" if terms["S"] >= 1 else "D"
@@ -51,7 +51,7 @@ def law_text(answer: "Answer") -> str:
     )
 
 
-def _panel(title: str, x: str, other: str, ladder: "Ladder", answer: "Answer") -> str:
+def _panel(title: str, x: str, other: str, ladder: "Ladder", answer: "ScalingAnswer") -> str:
     """Losses over one of size and tokens on a log scale: rungs as points, the law as lines, the run at the right."""
     values = sorted({getattr(one, other) for one in answer.law.rungs})
     goal = {"parameters": float(ladder.parameters), "tokens": float(ladder.tokens)}
@@ -78,13 +78,15 @@ def _panel(title: str, x: str, other: str, ladder: "Ladder", answer: "Answer") -
     return f'<div class="chart card wide"><h3>{escape(title)}</h3><div class="legend">{legend}</div>\n{drawn}\n</div>'
 
 
-def _law_curve(answer: "Answer", x: str, other: str, value: float, left: float, right: float) -> list[chart.Point]:
+def _law_curve(
+    answer: "ScalingAnswer", x: str, other: str, value: float, left: float, right: float
+) -> list[chart.Point]:
     places = [left + (right - left) * n / (CURVE_POINTS - 1) for n in range(CURVE_POINTS)]
     pairs = [{x: 10.0**place, other: value} for place in places]
     return [(place, answer.law.loss(**pair)) for place, pair in zip(places, pairs, strict=True)]
 
 
-def _interval(answer: "Answer", at: float, number: int) -> chart.Curve:
+def _interval(answer: "ScalingAnswer", at: float, number: int) -> chart.Curve:
     """From the lowest to the highest loss that is expected of the run."""
     loss = answer.loss
     points: list[chart.Point] = [(at, loss.low), (at, loss.loss), (at, loss.high)]
@@ -102,7 +104,7 @@ def log_ticks(left: float, right: float) -> list[chart.Tick]:
     return [(at, chart.short(round(10**at, 6))) for at in inside]
 
 
-def _rows(ladder: "Ladder", answer: "Answer") -> Iterator[Sequence[str]]:
+def _rows(ladder: "Ladder", answer: "ScalingAnswer") -> Iterator[Sequence[str]]:
     for rung, one in zip(ladder.rungs, answer.law.rungs, strict=True):
         law = answer.law.loss(one.parameters, one.tokens)
         yield [

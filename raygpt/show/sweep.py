@@ -14,7 +14,7 @@ from raygpt.show.training import message_text, show_message
 from raygpt.training.events import Event, StepLogged, Validated
 
 if TYPE_CHECKING:
-    from raygpt.sweep.grid import Answer, Sweep
+    from raygpt.sweep.grid import Sweep, SweepAnswer
     from raygpt.sweep.optimum import Optimum
     from raygpt.sweep.runner import Leg, Runner
 
@@ -91,7 +91,7 @@ def interval_text(optimum: "Optimum") -> str:
     return f"{optimum.value:.3g} ({optimum.low:.3g} to {optimum.high:.3g})"
 
 
-def show_answer(sweep: "Sweep", answer: "Answer", page: str) -> None:
+def show_answer(sweep: "Sweep", answer: "SweepAnswer", page: str) -> None:
     """The best values, the fitted optimum, which keys mattered, and what to do next."""
     values = ", ".join(f"{key} {value}" for key, value in answer.best.values.items())
     rows = [("best", f"{values}: validation loss {answer.loss:.4f}")]
@@ -102,8 +102,10 @@ def show_answer(sweep: "Sweep", answer: "Answer", page: str) -> None:
         elif hint := _hint(sweep, answer, axis.key):
             rows.append(("fitted", f"{axis.key} has no minimum inside its values{hint}"))
     for effect in answer.fit.effects:
-        clear = "" if effect.is_clear else ", not clearly more than noise"
-        rows.append(("mattered", f"{effect.key}: {effect.loss:.4f} between its best and worst value{clear}"))
+        clear = {True: "", False: ", not clearly more than noise", None: "; too few trials to know the noise"}
+        rows.append(
+            ("mattered", f"{effect.key}: {effect.loss:.4f} between its best and worst value{clear[effect.is_clear]}")
+        )
     if answer.diverged:
         rows.append(("diverged", ", ".join(answer.diverged)))
     share = answer.tokens / answer.grid_tokens
@@ -115,7 +117,7 @@ def show_answer(sweep: "Sweep", answer: "Answer", page: str) -> None:
     out.print(f"  {command('train', f'{relative_path(sweep.folder)}/best.yaml')}", soft_wrap=True)
 
 
-def _hint(sweep: "Sweep", answer: "Answer", key: str) -> str:
+def _hint(sweep: "Sweep", answer: "SweepAnswer", key: str) -> str:
     """What to add where the best value is the first or the last."""
     axis = next(axis for axis in sweep.axes if axis.key == key)
     numbers = []

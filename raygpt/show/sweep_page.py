@@ -12,13 +12,13 @@ from raygpt.sweep.optimum import Compared, Optimum, place
 from raygpt.sweep.values import Axis, number_of
 
 if TYPE_CHECKING:
-    from raygpt.sweep.grid import Answer, Sweep
+    from raygpt.sweep.grid import Sweep, SweepAnswer
 
 CURVE_POINTS = 41
 ROOM = 0.06  # left and right of the values
 
 
-def sweep_page(sweep: "Sweep", answer: "Answer") -> str:
+def sweep_page(sweep: "Sweep", answer: "SweepAnswer") -> str:
     """The whole page."""
     body = [
         f'<header><div><h1>{escape(str(sweep.base.run.name))}</h1><p class="soft">{escape(_about(sweep, answer))}</p>'
@@ -35,7 +35,7 @@ def sweep_page(sweep: "Sweep", answer: "Answer") -> str:
     return document(str(sweep.base.run.name), body)
 
 
-def _about(sweep: "Sweep", answer: "Answer") -> str:
+def _about(sweep: "Sweep", answer: "SweepAnswer") -> str:
     early = f"the best {len(answer.finals)} were trained to the end" if sweep.rounds else "all were trained to the end"
     return (
         f"{len(sweep.trials)} trials of {', '.join(axis.key for axis in sweep.axes)}; {early}, "
@@ -43,7 +43,7 @@ def _about(sweep: "Sweep", answer: "Answer") -> str:
     )
 
 
-def _tiles(answer: "Answer") -> str:
+def _tiles(answer: "SweepAnswer") -> str:
     figures = [("best validation loss", f"{answer.loss:.4f}")]
     figures += [(f"best {escape(key)}", escape(value)) for key, value in answer.best.values.items()]
     figures += [(f"fitted {escape(one.key)}{_interval(one)}", f"{one.value:.3g}") for one in answer.fit.optima]
@@ -68,7 +68,7 @@ def round_names(sweep: "Sweep") -> list[str]:
     return [*cooled, "at the end"]
 
 
-def _panel(axis: Axis, sweep: "Sweep", answer: "Answer") -> str:
+def _panel(axis: Axis, sweep: "Sweep", answer: "SweepAnswer") -> str:
     """The lowest loss with each value of a key, in a colour for each round, and the parabola through the last ones."""
     where = places(axis)
     curves = []
@@ -95,7 +95,7 @@ def _panel(axis: Axis, sweep: "Sweep", answer: "Answer") -> str:
     return f'<div class="chart card {kind}"><h3>{escape(axis.key)}</h3>\n{drawn}\n</div>'
 
 
-def _top(answer: "Answer") -> float:
+def _top(answer: "SweepAnswer") -> float:
     """Losses above are not drawn: trials far off would flatten the others."""
     losses = sorted(one.loss for one in answer.compared if math.isfinite(one.loss))
     return losses[0] + 3 * (losses[len(losses) // 2] - losses[0]) + 1e-9
@@ -113,7 +113,7 @@ def places(axis: Axis) -> dict[str, float]:
     return {value: place(axis, number) for value, number in numbers.items() if number is not None}
 
 
-def _parabola(optimum: Optimum, answer: "Answer", left: float, right: float, number: int) -> chart.Curve:
+def _parabola(optimum: Optimum, answer: "SweepAnswer", left: float, right: float, number: int) -> chart.Curve:
     """Through the best loss at the end, with the fitted vertex and curvature."""
     vertex, curvature = optimum.curve
     at = float(answer.best.values[optimum.key])
@@ -123,7 +123,7 @@ def _parabola(optimum: Optimum, answer: "Answer", left: float, right: float, num
     return chart.Curve("fitted", points, number, number, is_faint=True)
 
 
-def _parallel(sweep: "Sweep", answer: "Answer") -> Iterator[str]:
+def _parallel(sweep: "Sweep", answer: "SweepAnswer") -> Iterator[str]:
     """A line for each trial through its values and its loss in the first round; the best quarter in colour."""
     first = [one for one in answer.compared if one.round == 0 and math.isfinite(one.loss)]
     losses = sorted(one.loss for one in first)
@@ -153,13 +153,13 @@ def _shares(axis: Axis) -> dict[str, float]:
     return {value: (at - low) / (high - low) for value, at in where.items()}
 
 
-def _effects(answer: "Answer") -> Iterator[str]:
+def _effects(answer: "SweepAnswer") -> Iterator[str]:
     rows = [
         [
             f"<code>{escape(one.key)}</code>",
             f"{one.loss:.4f}",
             escape(one.best),
-            "yes" if one.is_clear else "not clearly",
+            {True: "yes", False: "not clearly", None: "too few trials to know"}[one.is_clear],
         ]
         for one in answer.fit.effects
     ]
@@ -168,7 +168,7 @@ def _effects(answer: "Answer") -> Iterator[str]:
     yield table(head, rows, numbers=[1])
 
 
-def _trials(sweep: "Sweep", answer: "Answer") -> Iterator[str]:
+def _trials(sweep: "Sweep", answer: "SweepAnswer") -> Iterator[str]:
     by = {(one.trial, one.round): one.loss for one in answer.compared}
     numbers = range(len(sweep.rounds) + 1)
     rows = []

@@ -160,12 +160,14 @@ def show_stopped(result: "Result") -> None:
 
 def show_result(result: "Result", events: Sequence[Event]) -> None:
     """The result of a run: validation loss before and after, its last samples, and what to do next."""
-    validated = [event.val_loss for event in events if isinstance(event, Validated)]
-    losses = [loss for loss in validated if loss is not None]
+    validated = [(event.step, event.val_loss) for event in events if isinstance(event, Validated)]
+    losses = [(step, loss) for step, loss in validated if loss is not None]
     folder = relative_path(result.path)
     _show_samples([event for event in events if isinstance(event, Sampled)])
     if len(losses) > 1:
-        out.print(f"\nvalidation loss {losses[0]:.4f} at the start, {losses[-1]:.4f} at the end ({_fall(losses)})")
+        (first, before), (_, after) = losses[0], losses[-1]
+        since = f"at step {first:,}" if first else "at the start"  # of a resumed run the first one of this process
+        out.print(f"\nvalidation loss {before:.4f} {since}, {after:.4f} at the end ({after / before - 1:+.0%})")
     if compared := compare(result.path):
         out.print(f"plan            {compared}", soft_wrap=True)
     out.print(f"run directory   {escape(folder)}\n\nTry next:", soft_wrap=True)
@@ -191,7 +193,3 @@ def _show_samples(samples: Sequence[Sampled]) -> None:
         out.print(f"\n[bold]a sample of what it writes now{escape(about)}[/]")
         text = printable(sample.text.removeprefix(prompt))
         out.print(f"[cyan]{escape(printable(prompt))}[/]{escape(text)}", soft_wrap=True)
-
-
-def _fall(losses: Sequence[float]) -> str:
-    return f"{losses[-1] / losses[0] - 1:+.0%}"

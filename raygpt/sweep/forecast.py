@@ -6,11 +6,13 @@ Which trials go on is not known before, so a round takes the mean over all of th
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from raygpt.errors import RaygptError
 from raygpt.planning.corpus import Corpus
 from raygpt.planning.forecast import Forecast, forecast
+from raygpt.planning.loss import Laws
 from raygpt.planning.target import HERE, Target, parse_target
 from raygpt.resources import resources_of_worker
 from raygpt.sweep.grid import Sweep
@@ -20,8 +22,8 @@ START_S = 15.0  # of a run on a cluster that is up: its workers, compiling, the 
 
 
 def forecasts(sweep: Sweep, target: Target, corpus: Corpus) -> dict[str, Forecast]:
-    """Of each trial, on a target that it has for itself."""
-    return {name: forecast(recipe, target, corpus) for name, recipe in sweep.recipes.items()}
+    """Of each trial, on a target that it has for itself. Its loss is what the sweep is for, so no law is asked."""
+    return {name: forecast(recipe, target, corpus, laws=Laws()) for name, recipe in sweep.recipes.items()}
 
 
 def seconds_here(sweep: Sweep, corpus: Corpus, at_once: int) -> float | None:
@@ -41,22 +43,20 @@ def seconds_here(sweep: Sweep, corpus: Corpus, at_once: int) -> float | None:
 
 def sweep_seconds(sweep: Sweep, trials: Mapping[str, Forecast], at_once: int) -> float:
     """Seconds from the first trial to the answer, with so many runs at a time."""
-    total, done = 0.0, 0.0
+    total, done = 0.0, dict.fromkeys(trials, 0)
     for one in sweep.rounds:
-        at_start = 0 if done else 1  # validations: a run before its first step, a fork before and after its cooling
-        each = _mean(trials, one.trunk - done, at_start) + _mean(trials, one.cooling, 2)
-        total += math.ceil(one.trials / at_once) * each
-        done = one.trunk
-    evaluations = sum(plan.evaluations for plan in trials.values()) / len(trials)
-    return total + math.ceil(sweep.finalists / at_once) * _mean(trials, 1 - done, evaluations)
+        ends = {name: one.steps(plan.recipe) for name, plan in trials.items()}
+        trunks = [START_S + plan.seconds(done[name], ends[name][0]) for name, plan in trials.items()]
+        forks = [START_S + _cooling_s(plan, *ends[name]) for name, plan in trials.items()]
+        total += math.ceil(one.trials / at_once) * (fmean(trunks) + fmean(forks))
+        done = {name: step for name, (step, _) in ends.items()}
+    rest = [START_S + plan.seconds(done[name], plan.recipe.steps) for name, plan in trials.items()]
+    return total + math.ceil(sweep.finalists / at_once) * fmean(rest)
 
 
-def _mean(trials: Mapping[str, Forecast], share: float, evaluations: float) -> float:
-    """Seconds of a run over a share of its steps."""
-    seconds = [
-        share * plan.recipe.steps * plan.time.total + evaluations * plan.evaluation_s for plan in trials.values()
-    ]
-    return START_S + sum(seconds) / len(seconds)
+def _cooling_s(plan: Forecast, step: int, last: int) -> float:
+    """Of a fork, which is validated before and after its cooling."""
+    return (last - step) * plan.time.total + 2 * plan.evaluation_s
 
 
 def as_dict(sweep: Sweep, seconds: float, cost: float | None) -> dict[str, Any]:

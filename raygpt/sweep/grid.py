@@ -24,7 +24,7 @@ from raygpt.runs import free_name
 from raygpt.sweep.optimum import Compared, Fit, fit
 from raygpt.sweep.rounds import Round, best, cooled, rounds_of, share
 from raygpt.sweep.runner import Leg, Runner
-from raygpt.sweep.values import Axis, Trial, trials_of, typed
+from raygpt.sweep.values import Axis, Trial, fork_name, trials_of, typed
 from raygpt.training.prepared import run_folder_of
 from raygpt.training.totals import in_steps
 
@@ -38,7 +38,7 @@ class Sweep:
     """A grid of trials and the rounds in which they are compared."""
 
     folder: str
-    base: Recipe  # in steps, without values of its keys
+    base: Recipe  # of its first trial; its run is named for the sweep
     axes: tuple[Axis, ...]
     trials: tuple[Trial, ...]
     recipes: Mapping[str, Recipe]  # of each trial, by its name
@@ -60,7 +60,7 @@ class Sweep:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SweepAnswer:
     """What a sweep found."""
 
     best: Trial
@@ -87,24 +87,29 @@ def base_of(
     return base.model_copy(update={"run": run})
 
 
-def check_values(name: str, overrides: Sequence[str], axes: Sequence[Axis]) -> None:
-    """Refuse a value that its key cannot have, before anything is prepared."""
-    for axis in axes:
-        for value in axis.values:
-            load_recipe(name, [*overrides, f"{axis.key}={value}"])
+def base_of_sweep(
+    name: str, overrides: Sequence[str], axes: Sequence[Axis], note: Callable[[str], None] = lambda text: None
+) -> Recipe:
+    """The recipe of its first trial, whose run is the sweep's."""
+    return base_of(name, [*overrides, *trials_of(axes)[0].overrides], "sweep", note)
+
+
+def check_trials(name: str, overrides: Sequence[str], axes: Sequence[Axis]) -> None:
+    """Refuse combinations of values that cannot work, before anything is prepared."""
+    for trial in trials_of(axes):
+        load_recipe(name, [*overrides, *trial.overrides])
 
 
 def plan_sweep(
     name: str, overrides: Sequence[str], axes: Sequence[Axis], windows: Callable[[int], int], is_whole: bool
 ) -> Sweep:
     """The sweep of a recipe; refuses values that do not fit each other. `windows` counts those of a context."""
-    base = base_of(name, overrides, "sweep")
+    base = base_of_sweep(name, overrides, axes)
     folder = run_folder_of(base)
     trials = trials_of(axes)
     recipes = {}
     for trial in trials:
-        pairs = [f"{key}={value}" for key, value in trial.values.items()]
-        recipe = load_recipe(name, [*overrides, *pairs, f"run.name={trial.name}"])
+        recipe = load_recipe(name, [*overrides, *trial.overrides, f"run.name={trial.name}"])
         recipe = in_steps(recipe, windows(recipe.model.context))
         run = recipe.run.model_copy(update={"storage": folder, **KEPT})
         recipes[trial.name] = recipe.model_copy(update={"run": run})
@@ -133,7 +138,7 @@ def definition_of(sweep: Sweep) -> dict[str, Any]:
     }
 
 
-def run_sweep(sweep: Sweep, runner: Runner, say: Callable[[str], None]) -> Answer:
+def run_sweep(sweep: Sweep, runner: Runner, say: Callable[[str], None]) -> SweepAnswer:
     """Train the trials, round after round, and answer."""
     compared: list[Compared] = []
     tokens, names = 0, list(sweep.recipes)
@@ -158,7 +163,7 @@ def _compare(sweep: Sweep, runner: Runner, names: Sequence[str], one: Round) -> 
         recipe = sweep.recipes[name]
         step, last = one.steps(recipe)
         trunks.append(Leg(recipe, until=step))
-        forks[name] = Leg(cooled(recipe, f"{name}.{step}", step, last))
+        forks[name] = Leg(cooled(recipe, fork_name(name, step), step, last))
         tokens += last * recipe.training.batch_tokens
     runner.train(trunks)
     runner.train([fork for name, fork in forks.items() if name not in runner.diverged])
@@ -189,17 +194,17 @@ def _compared(sweep: Sweep, losses: Mapping[str, float], number: int, fraction: 
 
 def _answer(
     sweep: Sweep, compared: list[Compared], finals: Mapping[str, float], tokens: int, diverged: set[str]
-) -> Answer:
+) -> SweepAnswer:
     first = next(iter(best(finals, 1)), None)
     if first is None:
         raise RaygptError(f"{sweep.folder}: every trial diverged; write lower values, e.g. of optimizer.learning_rate")
     trial = next(trial for trial in sweep.trials if trial.name == first)
     lost = tuple(sorted(name for name in sweep.recipes if name in diverged))
     found = fit(compared, sweep.axes)
-    return Answer(trial, finals[first], tuple(compared), lost, found, tokens, sweep.grid_tokens)
+    return SweepAnswer(trial, finals[first], tuple(compared), lost, found, tokens, sweep.grid_tokens)
 
 
-def write_answer(sweep: Sweep, answer: Answer) -> None:
+def write_answer(sweep: Sweep, answer: SweepAnswer) -> None:
     """sweep.json and best.yaml."""
     recipe = sweep.recipes[answer.best.name]
     run = replace_run(sweep, recipe)
@@ -215,7 +220,7 @@ def replace_run(sweep: Sweep, recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"run": run})
 
 
-def as_dict(answer: Answer) -> dict[str, Any]:
+def as_dict(answer: SweepAnswer) -> dict[str, Any]:
     """As JSON, with numbers for values that are numbers."""
     return {
         "best": {key: typed(value) for key, value in answer.best.values.items()},

@@ -51,7 +51,7 @@ class Effect:
     key: str
     best: str
     loss: float
-    is_clear: bool
+    is_clear: bool | None  # None where the noise is unknown
 
 
 @dataclass(frozen=True)
@@ -178,5 +178,5 @@ def _effect(axis: Axis, compared: Sequence[Compared], noise: float | None) -> Ef
     best = min(means, key=means.__getitem__)
     difference = max(means.values()) - means[best]
     each = min(len(found) for found in losses.values())
-    is_clear = noise is not None and difference > CLEARLY * noise * math.sqrt(2 / each)
+    is_clear = None if noise is None else difference > CLEARLY * noise * math.sqrt(2 / each)
     return Effect(axis.key, best, difference, is_clear)

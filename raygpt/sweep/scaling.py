@@ -55,7 +55,7 @@ class Ladder:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScalingAnswer:
     """The law, and the loss that it predicts for the run."""
 
     law: Law
@@ -75,7 +75,7 @@ def plan_ladder(recipe: Recipe, vocab: int, share: float, bytes_per_token: float
     )
 
 
-def run_ladder(ladder: Ladder, runner: Runner) -> Answer:
+def run_ladder(ladder: Ladder, runner: Runner) -> ScalingAnswer:
     """Train the rungs, the cheapest first, and fit the law."""
     legs = [Leg(_as_run(rung, ladder.folder)) for rung in ladder.rungs]
     runner.train(legs)
@@ -88,15 +88,15 @@ def run_ladder(ladder: Ladder, runner: Runner) -> Answer:
         )
     goal = Goal(ladder.parameters, ladder.tokens, ladder.recipe.training.batch_tokens, ladder.bytes_per_token)
     law = fit_law(measured, ladder.folder.rsplit("/", 1)[-1], goal)
-    return Answer(law, law.predict(ladder.parameters, ladder.tokens))
+    return ScalingAnswer(law, law.predict(ladder.parameters, ladder.tokens))
 
 
-def write_law(ladder: Ladder, answer: Answer) -> None:
+def write_law(ladder: Ladder, answer: ScalingAnswer) -> None:
     """scaling.json, for `raygpt plan`."""
     storage.write_json(storage.join(ladder.folder, SCALING), as_dict(ladder, answer))
 
 
-def as_dict(ladder: Ladder, answer: Answer) -> dict[str, Any]:
+def as_dict(ladder: Ladder, answer: ScalingAnswer) -> dict[str, Any]:
     """The law in its format."""
     return {
         "format": FORMAT,

@@ -47,6 +47,11 @@ class Trial:
     name: str
     values: dict[str, str]
 
+    @property
+    def overrides(self) -> list[str]:
+        """The values as the command line writes them."""
+        return [f"{key}={value}" for key, value in self.values.items()]
+
 
 def divide(words: Sequence[str]) -> tuple[list[Axis], list[str]]:
     """The keys to sweep, and the other overrides."""
@@ -75,10 +80,20 @@ def trials_of(axes: Sequence[Axis]) -> list[Trial]:
     for values in itertools.product(*(axis.values for axis in axes)):
         names = [_plain(f"{axis.name}-{value}") for axis, value in zip(axes, values, strict=True)]
         trials.append(Trial("_".join(names), {axis.key: value for axis, value in zip(axes, values, strict=True)}))
-    distinct = {trial.name for trial in trials}
-    if len(distinct) < count or max(map(len, distinct)) > LONGEST_NAME:  # e.g. texts of punctuation
+    if not _are_good_names({trial.name for trial in trials}, count):
         trials = [replace(trial, name=f"trial-{n}") for n, trial in enumerate(trials, 1)]
     return trials
+
+
+def fork_name(trial: str, step: int) -> str:
+    """The run that continues a trial from a step with a falling rate."""
+    return f"{trial}.{step}"
+
+
+def _are_good_names(names: set[str], count: int) -> bool:
+    """Whether each trial has its own, which is not too long and cannot be that of another trial's fork."""
+    forks = any(end.isdecimal() and trial in names for trial, _, end in (name.rpartition(".") for name in names))
+    return len(names) == count and max(map(len, names)) <= LONGEST_NAME and not forks  # texts of punctuation: no names
 
 
 def number_of(text: str) -> float | None:

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from raygpt.config import Recipe
 from raygpt.errors import RaygptError
+from raygpt.formatting import ratio_text
 from raygpt.models import describe
 from raygpt.recipes.explain import explain_first
 
@@ -54,7 +55,7 @@ class Totals:
             (
                 "training",
                 f"{self.steps:,} steps × {self.rows:,} rows × {self.context:,} tokens = {self.tokens:,} tokens, "
-                f"{epochs}{self.tokens / self.parameters:.1f} tokens per parameter",
+                f"{epochs}{ratio_text(self.tokens / self.parameters)} tokens per parameter",
             ),
             (
                 "compute",

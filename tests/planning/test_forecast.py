@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import prod
 
 import pytest
@@ -77,7 +77,7 @@ def test_where_memory_is_plentiful_only_changes_that_make_it_faster_are_listed(r
 def test_axes_that_a_recipe_fixes_can_become_one_again(recipe, fixed, tmp_path):
     got = planned(recipe, "8xh100", tmp_path, **fixed)
     meshes_of = [change for change in helpful_changes(got) if any("mesh" in key for key in change.keys)]
-    best = fastest(got.recipe, got.target, got.corpus).forecast
+    best = fastest(got).forecast
     assert best.tokens_per_s > 1.01 * got.tokens_per_s
     changed = load_recipe(recipe, {"run.storage": str(tmp_path), **fixed, **meshes_of[0].keys})  # keys that train takes
     assert forecast(changed, got.target).mesh == meshes_of[0].forecast.mesh
@@ -89,7 +89,7 @@ def test_no_mesh_that_splits_products_is_proposed_where_a_step_takes_less_than_a
     got = planned("tiny", "8xh100", tmp_path)
     assert got.time.total < 1e-3
     assert any("a step of less than 1 ms takes longer than planned" in note for note in got.notes)
-    proposed = [fastest(got.recipe, got.target, got.corpus), *helpful_changes(got)]
+    proposed = [fastest(got), *helpful_changes(got)]
     assert all(change.forecast.mesh["tensor"] == change.forecast.mesh["context"] == 1 for change in proposed)
     assert not any("1 ms" in note for note in planned("gpt2-124m", "8xh100", tmp_path).notes)
 
@@ -124,6 +124,8 @@ def test_several_values_of_a_key_are_planned_as_a_sweep(tmp_path, capsys, monkey
     steps = 0.475 * 4 * 200 * one["step_s"]["total"]
     assert told["run_s"] > 13 * 15 + steps
     assert told["cost"] == pytest.approx(3 * told["run_s"] / 3600)
+    assert told["target"] == "1 × h200"
+    assert any("is not prepared" in note for note in told["notes"])
     text = run(capsys, monkeypatch, *words, rates)
     assert "47.5% of the whole grid's" in text
     assert " min on 1 × h200, " in text
@@ -131,7 +133,7 @@ def test_several_values_of_a_key_are_planned_as_a_sweep(tmp_path, capsys, monkey
 
 def test_the_fastest_plan_fits_and_no_other_mesh_is_faster(tmp_path):
     start = planned("modern-1.5b", "8xa100-40", tmp_path)
-    best = fastest(start.recipe, start.target, start.corpus)
+    best = fastest(start)
     assert best.forecast.fits
     assert best.forecast.tokens_per_s >= start.tokens_per_s
     others = [change for change in helpful_changes(best.forecast) if change.is_same_run and "engine" not in change.keys]
@@ -143,7 +145,7 @@ def test_any_context_can_be_searched_on_gpus_and_on_the_cores_of_a_cpu(on, tmp_p
     monkeypatch.setattr("raygpt.planning.target._reported_gpus", list)
     monkeypatch.setattr("raygpt.planning.target.cores", lambda: 2)
     start = planned("tiny", on, tmp_path, **{"model.context": 64})  # no multiple of 128, which a context axis needs
-    best = fastest(start.recipe, start.target, start.corpus)
+    best = fastest(start)
     assert prod(best.forecast.mesh.values()) == 2
     assert best.forecast.mesh["context"] == 1
 
@@ -152,13 +154,13 @@ def test_a_search_without_a_possible_mesh_is_refused(tmp_path):
     start = planned("tiny", "2xh200", tmp_path, **{"cluster.topology": "4x4", "cluster.accelerator_type": "TPU-V6E"})
     wrong = start.recipe.model_copy(update={"cluster": start.recipe.cluster.model_copy(update={"accelerator": "gpu"})})
     with pytest.raises(RaygptError, match="--find: no mesh of 2 × h200 goes with the other keys of this recipe"):
-        fastest(wrong, start.target, start.corpus)
+        fastest(replace(start, recipe=wrong))
 
 
 def test_a_search_in_which_nothing_fits_is_refused(tmp_path):
     start = planned("gpt2-124m", "t4", tmp_path, **{"model.width": 12288, "model.heads": 96, "model.layers": 96})
     with pytest.raises(RaygptError, match="--find: no mesh and no recomputation fits on 1 × t4, the least needs"):
-        fastest(start.recipe, start.target, start.corpus)
+        fastest(start)
 
 
 def test_a_corpus_that_is_not_prepared_is_assumed_and_said(tmp_path):
@@ -201,6 +203,59 @@ def test_a_prepared_corpus_is_found_beside_the_runs(tmp_path):
     assert planned("tiny", "h200", tmp_path, **{"data.tokenizer": "bytes"}).corpus.assumed  # made by another tokenizer
 
 
+def prepared_store(tmp_path, name="stdlib-1", **made):
+    """A store of the standard library, and the settings that it was made with."""
+    extents = {"train": (Extent("train-0", 0, 900_000),), "val": (Extent("val-0", 0, 50_000),)}
+    folder = tmp_path / "stores" / name
+    folder.mkdir(parents=True)
+    Index("f", "stdlib", "t", 4000, 3999, "<u2", 10, 3_000_000, **extents).write(str(folder))
+    plan = {"limit": None, "column": "text", "val": 0.05, "split": "documents", "split_seed": 2357}
+    (folder / "plan.json").write_text(json.dumps(plan | made))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes", [{"data.limit": 10}, {"data.val": 0.1}, {"data.split": "tail"}, {"data.split_seed": 1}]
+)
+def test_a_store_that_was_made_with_other_settings_is_not_the_corpus(tmp_path, changes):
+    prepared_store(tmp_path)
+    assert not planned("tiny", "h200", tmp_path).corpus.assumed
+    assert planned("tiny", "h200", tmp_path, **changes).corpus.assumed
+
+
+def test_a_damaged_store_of_another_text_is_left_out_with_a_note(tmp_path):
+    prepared_store(tmp_path)
+    (tmp_path / "stores" / "other-1").mkdir()
+    (tmp_path / "stores" / "other-1" / "index.json").write_text("{")
+    got = planned("tiny", "h200", tmp_path)
+    assert got.corpus.train_tokens == 900_000
+    [note] = got.corpus.assumed
+    assert "other-1/index.json is damaged" in note
+
+
+def test_more_workers_than_a_target_has_room_for_are_said(tmp_path):
+    line = "cluster.workers: 8 has no room on 2 × h100, which takes 2; the plan is for 2: write cluster.workers=2, or"
+    assert any(line in note for note in planned("gpt2-124m", "2xh100", tmp_path, **{"cluster.workers": 8}).notes)
+    assert planned("gpt2-124m", "2xh100", tmp_path, **{"cluster.workers": "2..8"}).missing is None
+    assert planned("gpt2-124m", "8xh100", tmp_path, **{"cluster.workers": 8}).missing is None
+
+
+def test_every_validation_of_a_run_takes_time(tmp_path):
+    got = planned("tiny", "h200", tmp_path, **{"training.steps": 180, "training.eval_every": 100})
+    step, each = got.time.total, got.evaluation_s
+    assert got.run_s == pytest.approx(60 + 180 * step + 3 * each)  # before the first step, after 100 and after the last
+    assert got.seconds(54, 100) == pytest.approx(46 * step + each)
+    assert got.seconds(100, 180) == pytest.approx(80 * step + each)
+    assert planned("tiny", "h200", tmp_path, **{"training.eval_every": 90}).seconds(0, 180) > 3 * each
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(12, {1, 2, 3, 4, 6}), (16, {1, 2, 4, 8}), (1, {1})])
+def test_a_search_tries_each_tensor_axis_within_a_node(tmp_path, count, sizes):
+    every = list(meshes(load_recipe("gpt2-124m"), count))
+    assert {mesh["tensor"] for mesh in every} == sizes
+    assert all(prod(mesh.values()) == count for mesh in every)
+
+
 def test_epochs_of_an_unknown_corpus_are_refused(tmp_path):
     with pytest.raises(RaygptError, match=r"training.epochs: 2: its corpus is not prepared.*write training.steps=N"):
         planned("gpt2-124m", "h200", tmp_path, **{"training.epochs": 2, "schedule.warmup_steps": 0})
@@ -237,6 +292,9 @@ def test_the_command_prints_80_columns_or_json(tmp_path, capsys, monkeypatch):
     assert figures["target"] == "8 × h100"
     assert figures["memory"]["total"] < figures["memory"]["limit"]
     assert len(figures["changes"]) <= 3
+    of_losses = {"training.batch_tokens", "model.context"}
+    assert figures["changes"]
+    assert all(change["same_run"] != bool(change["keys"].keys() & of_losses) for change in figures["changes"])
 
 
 def test_find_writes_a_recipe_that_loads_and_uses_all_devices(tmp_path, capsys, monkeypatch):
@@ -249,6 +307,9 @@ def test_find_writes_a_recipe_that_loads_and_uses_all_devices(tmp_path, capsys, 
     assert found.training.accumulation
     assert found.cluster.workers == prod(found.cluster.mesh.sizes().values()) == 4
     assert forecast(found, parse_target("4xl4")).fits
+    named = tmp_path / "RENAMED.yaml"  # a name is taken as it is
+    run(capsys, monkeypatch, *words, "--find", "--out", str(named))
+    assert named.is_file()
 
 
 @pytest.mark.parametrize(

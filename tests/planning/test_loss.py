@@ -8,7 +8,8 @@ import pytest
 from raygpt import storage
 from raygpt.models import describe
 from raygpt.planning.forecast import forecast
-from raygpt.planning.loss import expected_loss, family_of, unreadable_laws
+from raygpt.planning.loss import family_of, read_laws
+from raygpt.planning.search import fastest, helpful_changes
 from raygpt.planning.target import parse_target
 from raygpt.recipes import load_recipe
 
@@ -36,9 +37,13 @@ def write_law(storage, name="ladder", rungs=6, spread=0.02, noise=0.004, changes
     (storage / name / "scaling.json").write_text(json.dumps(content))
 
 
+def expected_loss(storage, **changes):
+    return read_laws(str(storage)).expected_loss(tiny(storage, **changes), 10**8, 10**9)
+
+
 def test_the_loss_is_the_laws_and_its_interval_covers_four_runs_of_five(tmp_path):
     write_law(tmp_path)
-    got = expected_loss(tiny(tmp_path), 10**8, 10**9)
+    got = expected_loss(tmp_path)
     loss = 1.7 + ((110 / 1e8**0.24) ** 3 + (180 / 9e8**0.25) ** 3) ** (1 / 3)
     assert got.loss == pytest.approx(loss)
     away = 0.0035 * np.hypot(np.log2(100), np.log2(10))  # from the rungs
@@ -48,15 +53,13 @@ def test_the_loss_is_the_laws_and_its_interval_covers_four_runs_of_five(tmp_path
 
 
 def test_without_a_law_of_the_family_nothing_is_expected(tmp_path):
-    assert expected_loss(tiny(tmp_path), 10**8, 10**9) is None
+    assert expected_loss(tmp_path) is None
     write_law(tmp_path, "few", rungs=3)
     write_law(tmp_path, "other-format", format=2)
-    assert expected_loss(tiny(tmp_path), 10**8, 10**9) is None
+    assert expected_loss(tmp_path) is None
     write_law(tmp_path, "enough", rungs=4)
-    assert expected_loss(tiny(tmp_path), 10**8, 10**9).rests_on.endswith(
-        "in enough, 1,000 times the largest one's size × tokens"
-    )
-    assert expected_loss(tiny(tmp_path, **{"data.tokenizer": "bytes"}), 10**8, 10**9) is None
+    assert expected_loss(tmp_path).rests_on.endswith("in enough, 1,000 times the largest one's size × tokens")
+    assert expected_loss(tmp_path, **{"data.tokenizer": "bytes"}) is None
 
 
 @pytest.mark.parametrize(
@@ -84,9 +87,9 @@ def test_a_file_that_is_no_law_is_left_out_with_a_note(tmp_path, content):
         (tmp_path / "damaged" / "scaling.json").write_text(content)
     else:
         write_law(tmp_path, "damaged", changes=content)
-    assert " runs in sound" in expected_loss(tiny(tmp_path), 10**8, 10**9).rests_on
+    assert " runs in sound" in expected_loss(tmp_path).rests_on
     line = f"{tmp_path}/damaged/scaling.json is left out: it is no scaling law; delete it"
-    assert unreadable_laws(str(tmp_path)) == [line]
+    assert read_laws(str(tmp_path)).unreadable == (line,)
     assert line in forecast(tiny(tmp_path), parse_target("h200")).notes
 
 
@@ -97,13 +100,13 @@ def test_a_law_that_may_not_be_read_is_no_reason_to_delete_it(tmp_path, monkeypa
     def refuse(uri):
         raise PermissionError(13, "Permission denied", uri)
 
-    assert unreadable_laws(str(tmp_path)) == []
+    assert read_laws(str(tmp_path)).unreadable == ()
     monkeypatch.setattr(storage, "read_bytes", refuse)
-    said = [
+    said = tuple(
         f"{tmp_path}/{name}/scaling.json is left out: it cannot be read (Permission denied)"
         for name in ("folder", "sound")
-    ]
-    assert unreadable_laws(str(tmp_path)) == said
+    )
+    assert read_laws(str(tmp_path)).unreadable == said
 
 
 @pytest.mark.parametrize(
@@ -124,3 +127,13 @@ def test_tables_do_not_count():
     assert modern.block_parameters == modern.count - 2 * 50257 * 768 == 12 * 12 * 768**2
     with_values = load_recipe("modern-124m", {"model.value_embeddings": 3}).model
     assert describe(with_values, 50257).block_parameters == modern.block_parameters
+
+
+def test_the_laws_are_read_once_for_a_plan_and_all_its_changes(tmp_path, monkeypatch):
+    write_law(tmp_path)
+    read = []
+    monkeypatch.setattr(storage, "read_bytes", lambda uri, real=storage.read_bytes: read.append(uri) or real(uri))
+    found = forecast(tiny(tmp_path), parse_target("8xh100"))
+    changes = [fastest(found), *helpful_changes(found)]
+    assert [uri for uri in read if uri.endswith("scaling.json")] == [f"{tmp_path}/ladder/scaling.json"]
+    assert all(change.forecast.loss for change in changes if change.is_same_run)

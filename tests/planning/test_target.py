@@ -80,6 +80,11 @@ def test_a_slice_in_capitals_has_its_sides_and_workers():
     assert worker_keys(load_recipe("tiny").cluster, target)["cluster.topology"] == "4x4"
 
 
+def test_here_may_be_in_capitals(monkeypatch):
+    monkeypatch.setattr("raygpt.planning.target._reported_gpus", lambda: ["NVIDIA H200, 143771"])
+    assert parse_target("HERE").is_here
+
+
 def test_this_machines_gpus_are_those_that_the_driver_reports(monkeypatch):
     monkeypatch.setattr(module, "_reported_gpus", lambda: ["NVIDIA H100 80GB HBM3, 81559"] * 4)
     got = parse_target("here")

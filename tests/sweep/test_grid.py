@@ -9,7 +9,17 @@ from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.runs import open_run
 from raygpt.show.sweep_page import sweep_page
-from raygpt.sweep.grid import Answer, as_dict, claim, definition_of, plan_sweep, run_sweep, write_answer
+from raygpt.sweep.grid import (
+    SweepAnswer,
+    as_dict,
+    base_of_sweep,
+    check_trials,
+    claim,
+    definition_of,
+    plan_sweep,
+    run_sweep,
+    write_answer,
+)
 from raygpt.sweep.values import divide
 
 RATES = "optimizer.learning_rate=log:0.0025..0.32"
@@ -37,7 +47,7 @@ def start(text, tmp_path):
     return of
 
 
-def losses(answer: Answer):
+def losses(answer: SweepAnswer):
     return {(one.trial, one.round): one.loss for one in answer.compared}
 
 
@@ -78,6 +88,21 @@ def test_the_answer_is_a_recipe_a_page_and_values(start, tmp_path):
     assert "http" not in html.replace("http://www.w3.org", "")
     final = open_run(f"{sweep.folder}/{answer.best.name}")
     assert final.val_losses[120] == answer.loss
+
+
+def test_values_that_only_fit_each_other_are_a_grid(tmp_path):
+    """Values that the recipe's own other keys would not go with; each combination is judged, not each value."""
+    for words in (
+        ["schedule.warmup_steps=150,200", "training.steps=1000,2000"],
+        ["model.heads=3,6", "model.width=96,192"],
+        ["schedule.warmup_steps=150", "training.steps=1000,2000"],
+    ):
+        axes, overrides = divide(words)
+        check_trials("tiny", overrides, axes)
+        assert base_of_sweep("tiny", overrides, axes).run.name == "tiny-sweep"
+    axes, overrides = divide(["model.heads=3,5", "model.width=96,192"])
+    with pytest.raises(RaygptError, match=r"model\.(heads|width)"):
+        check_trials("tiny", overrides, axes)
 
 
 def test_another_grid_in_the_same_folder_is_refused(start):

@@ -59,6 +59,11 @@ def test_a_key_that_matters_is_told_from_one_that_does_not():
     assert not any(effect.is_clear for effect in fit(noise_alone, [RATES, KINDS]).effects)
 
 
+def test_whether_a_key_matters_is_unknown_where_the_noise_is():
+    two = [Compared(value, {RATES.key: value}, 0, 1.0, loss) for value, loss in (("0.01", 3.0), ("0.02", 5.0))]
+    assert [effect.is_clear for effect in fit(two, [RATES]).effects] == [None]
+
+
 def test_losses_that_only_fall_have_no_optimum_and_a_diverged_trial_is_left_out():
     falling = [Compared(rate, {RATES.key: rate}, 0, 1.0, 5 - n**0.9) for n, rate in enumerate(RATES.values)]
     assert fit(falling, [RATES]).optima == ()

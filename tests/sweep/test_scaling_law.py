@@ -5,7 +5,7 @@ from here import SMALL, Here, Killed, make_runner, write_text
 
 from raygpt.errors import RaygptError
 from raygpt.models import describe
-from raygpt.planning.loss import expected_loss
+from raygpt.planning.loss import read_laws
 from raygpt.recipes import load_recipe
 from raygpt.runs import open_run
 from raygpt.show.scaling_page import scaling_page
@@ -45,7 +45,7 @@ def test_a_ladder_that_was_killed_goes_on_and_its_law_is_found_beside_the_runs(r
     assert [name for name, _ in here.trained] == [rung.name for rung in ladder.rungs[2:]]
     write_law(ladder, answer)
     count = describe(recipe.model, VOCAB).block_parameters
-    read = expected_loss(recipe, count, ladder.tokens)
+    read = read_laws(str(tmp_path)).expected_loss(recipe, count, ladder.tokens)
     assert read.loss == answer.loss.loss
     assert read.low < read.loss < read.high
     rung = open_run(f"{tmp_path}/ladder/{ladder.rungs[0].name}")

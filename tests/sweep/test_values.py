@@ -3,7 +3,7 @@
 import pytest
 
 from raygpt.errors import RaygptError
-from raygpt.sweep.values import Axis, divide, trials_of
+from raygpt.sweep.values import Axis, divide, fork_name, trials_of
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,13 @@ def test_names_that_are_too_long_or_alike_are_numbers():
     ]
     assert [trial.name for trial in trials_of(divide(words)[0])][:2] == ["trial-1", "trial-2"]
     assert [trial.name for trial in trials_of(divide(["a.b=[x],{x}"])[0])] == ["trial-1", "trial-2"]
+
+
+def test_no_trial_has_the_name_of_anothers_fork():
+    trials = trials_of(divide(["model.dropout=0,0.05,0.1,0.15"])[0])  # dropout-0.15: dropout-0's fork at step 15
+    assert fork_name("dropout-0", 15) == "dropout-0.15"
+    assert [trial.name for trial in trials] == ["trial-1", "trial-2", "trial-3", "trial-4"]
+    assert [trial.name for trial in trials_of(divide(["model.dropout=0.05,0.1"])[0])] == ["dropout-0.05", "dropout-0.1"]
 
 
 @pytest.mark.parametrize(
