@@ -32,6 +32,7 @@ class Deployment:
     options: Options
     cloud: Cloud
     accelerator: Literal["cpu", "gpu", "tpu"]
+    accelerator_type: str | None  # as the user named it; the recipe for GPUs of Kubernetes has none
     slice: Slice | None
     workers_per_pod: int
 
@@ -118,7 +119,15 @@ def plan_deployment(recipe: Recipe, options: Options) -> Deployment:
         _check_gpu(recipe, options, cloud)
     placed = _placed(recipe, options, accelerator)
     _check_files(placed, options)
-    deployment = Deployment(placed, options, cloud, accelerator, slice_, _workers_per_pod(placed, options, accelerator))
+    deployment = Deployment(
+        placed,
+        options,
+        cloud,
+        accelerator,
+        recipe.cluster.accelerator_type,
+        slice_,
+        _workers_per_pod(placed, options, accelerator),
+    )
     _check_workers(deployment)
     _check_cpus(deployment)
     return deployment
@@ -169,7 +178,12 @@ def _placed(recipe: Recipe, options: Options, accelerator: str) -> Recipe:
         home = home if home.startswith("/") else f"{MOUNT}/{home}"
         if not _is_below(home, MOUNT):
             raise RaygptError(f"run.storage: {home} is not on the volume, which is mounted at {MOUNT}; write e.g. runs")
-    cluster = check_part("cluster", recipe.cluster.model_dump() | {"accelerator": accelerator})
+    explicit: dict[str, Any] = {"accelerator": accelerator}
+    if accelerator == "gpu" and options.target != "slurm":
+        # The node selector sees to the model of the GPU. Ray Train would ask the autoscaler for accelerator_type:H100
+        # as well: running nodes have that resource, but the autoscaler does not expect it of new pods and adds none.
+        explicit["accelerator_type"] = None
+    cluster = check_part("cluster", recipe.cluster.model_dump() | explicit)
     return recipe.model_copy(update={"cluster": cluster, "run": recipe.run.model_copy(update={"storage": home})})
 
 

@@ -65,7 +65,7 @@ def next_steps(deployment: Deployment, folder: str) -> list[str]:
 
 def left_to_user(deployment: Deployment) -> list[str]:
     """What the files lack, since only the user knows it."""
-    options, gpu = deployment.options, deployment.recipe.cluster.accelerator_type
+    options, gpu = deployment.options, deployment.accelerator_type
     if options.target != "slurm":
         if options.image is not None:
             return []

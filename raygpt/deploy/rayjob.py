@@ -298,13 +298,13 @@ def _pod(deployment: Deployment, container: Tree) -> Tree:
 
 
 def _node_selector(deployment: Deployment) -> Tree:
-    cluster, cloud = deployment.recipe.cluster, deployment.cloud
+    cloud = deployment.cloud
     selector: Tree = {}
     if deployment.slice:
         selector["cloud.google.com/gke-tpu-accelerator"] = deployment.slice.gke_name
         selector["cloud.google.com/gke-tpu-topology"] = deployment.slice.topology
     elif deployment.accelerator == "gpu":
-        selector |= cloud.gpu_selector(cluster.accelerator_type)
+        selector |= cloud.gpu_selector(deployment.accelerator_type)
     if deployment.options.spot and cloud.spot:
         selector |= dict([cloud.spot])
     return selector | deployment.options.node_selector

@@ -8,6 +8,11 @@ from functools import reduce
 
 import pytest
 import yaml
+from ray.autoscaler._private.kuberay.autoscaling_config import _node_type_from_group_spec
+from ray.autoscaler.v2.instance_manager.config import NodeTypeConfig
+from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
+from ray.autoscaler.v2.utils import ResourceRequestUtil
+from ray.core.generated.autoscaler_pb2 import ClusterResourceConstraint, ResourceRequestByCount
 from ray.util.tpu import get_tpu_worker_resources
 from schemas import check
 
@@ -21,6 +26,7 @@ from raygpt.deploy.rules import problems
 from raygpt.deploy.tpu import GKE_NAMES, slice_of
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe, shipped_recipes
+from raygpt.training.ray.scaling import Workers
 
 SLICE = {
     "cluster.accelerator": "tpu",
@@ -94,6 +100,41 @@ def test_a_group_has_the_pods_that_the_workers_need():
     *_, job = manifests("tiny", Options("gke"), **{**SLICE, "cluster.workers": 12})
     (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert (group["replicas"], group["numOfHosts"]) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    "options", [Options("gke", gpus_per_node=2), Options("eks", gpus_per_node=2, node_selector={"gpu": "h100"})]
+)
+def test_rays_autoscaler_adds_the_pods_that_an_elastic_run_asks_for(options, monkeypatch, tmp_path):
+    config, *_, job = manifests("tiny", options, **{"cluster.workers": "2..8", "cluster.accelerator_type": "H100"})
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(config["data"]["recipe.yaml"])
+    monkeypatch.setattr("raygpt.training.ray.scaling._nodes", list)  # no cluster is running
+    train = Workers(load_recipe(recipe).cluster, "gpu").scaling()
+    bundle = ResourceRequestUtil.make(train._resources_per_worker_not_none)
+    asked = ClusterResourceConstraint(resource_requests=[ResourceRequestByCount(request=bundle, count=8)])
+    reply = ResourceDemandScheduler().schedule(
+        SchedulingRequest(False, _node_types(job), max_num_nodes=4, cluster_resource_constraints=[asked])
+    )
+    assert list(reply.infeasible_cluster_resource_constraints) == []
+    assert {launch.instance_type: launch.count for launch in reply.to_launch} == {"workers": 4}
+    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    selected = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"} if options.target == "gke" else {"gpu": "h100"}
+    assert group["template"]["spec"]["nodeSelector"] == selected
+
+
+def _node_types(job):
+    """The worker groups of a RayJob as Ray's autoscaler reads them."""
+    found = {}
+    for group in job["spec"]["rayClusterSpec"]["workerGroupSpecs"]:
+        name, read = group["groupName"], _node_type_from_group_spec(group, is_head=False)
+        found[name] = NodeTypeConfig(name, read["min_workers"], read["max_workers"], resources=read["resources"])
+    return found
+
+
+def test_slurm_is_left_the_type_of_the_gpu_for_ray_to_check():
+    recipe = load_recipe("tiny", {"cluster.accelerator_type": "H100"})
+    assert "accelerator_type: H100" in slurm.script(plan_deployment(recipe, Options("slurm")))
 
 
 def test_nothing_secret_is_written_and_credentials_are_named():
