@@ -33,9 +33,11 @@ port=$((20000 + SLURM_JOB_ID % 10000))
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(getent ahostsv4 "$head" | awk 'NR == 1 {{print $1}}'):$port
 gpus={deployment.gpus_per_node}
-size=(--num-cpus="${{SLURM_CPUS_PER_TASK:-{deployment.cpus_per_pod}}}" --num-gpus="$gpus" --disable-usage-stats --block)
+cpus=${{SLURM_CPUS_PER_TASK:-{deployment.cpus_per_pod}}}
+size=(--num-cpus="$cpus" --num-gpus="$gpus" --disable-usage-stats --block)
 
-srun --nodes=1 --ntasks=1 --nodelist="$head" \\
+# Since slurm 22.05 srun does not take --cpus-per-task from sbatch, and would bind Ray to one core.
+srun --nodes=1 --ntasks=1 --cpus-per-task="$cpus" --nodelist="$head" \\
   ray start --head --node-ip-address="${{address%:*}}" --port="$port" --include-dashboard=false "${{size[@]}}" &
 for _ in $(seq 60); do
   ray health-check --address "$address" >/dev/null 2>&1 && break
@@ -44,7 +46,7 @@ done
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
   others=$((SLURM_JOB_NUM_NODES - 1))
   # Ray gives up after 30 s where nodes are busy or many join at once; slurm ends the loop with the job.
-  srun --nodes="$others" --ntasks="$others" --exclude="$head" \\
+  srun --nodes="$others" --ntasks="$others" --cpus-per-task="$cpus" --exclude="$head" \\
     bash -c 'until ray start "$@"; do sleep 5; done' ray --address="$address" "${{size[@]}}" &
 fi
 

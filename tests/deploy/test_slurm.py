@@ -130,22 +130,45 @@ def test_a_job_whose_time_is_over_saves_and_requeues_itself_and_goes_on(batch, t
 
 @pytest.mark.parametrize(("status", "requeued"), [(130, "7\n"), (1, "7\n"), (78, ""), (0, "")])
 def test_a_job_that_is_signalled_is_requeued_unless_it_is_done_or_no_retry_helps(status, requeued, tmp_path):
-    deployment = plan_deployment(load_recipe("tiny", {"run.storage": str(tmp_path)}), Options("slurm"))
-    (tmp_path / "train.sbatch").write_text(slurm.script(deployment))
     driver = f"trap 'exit {status}' TERM; kill -USR1 $PPID; while true; do sleep 0.1; done"
-    programs = {"srun": "", "ray": "", "scontrol": SCONTROL, "getent": "echo 127.0.0.1", "raygpt": driver}
+    (tmp_path / "requeued").touch()
+    done = run_with_stand_ins(tmp_path, Options("slurm"), raygpt=driver)
+    assert done.returncode == status, done.stderr
+    assert (tmp_path / "requeued").read_text() == requeued
+    assert ("not requeued: the error above would come again" in done.stdout) == (status == 78)
+
+
+@pytest.mark.parametrize(("of_slurm", "cpus"), [({}, 6), ({"SLURM_CPUS_PER_TASK": "24"}, 24)])
+def test_each_step_has_all_cpus_of_the_job_on_its_node(of_slurm, cpus, tmp_path):
+    steps = tmp_path / "steps"
+    record = f"""printf '%s\\n' "$*" >>{steps}"""
+    wait = f"for _ in $(seq 300); do [ $(wc -l <{steps}) = 2 ] && break; sleep 0.1; done"
+    done = run_with_stand_ins(
+        tmp_path, Options("slurm", cpus=6), srun=record, raygpt=wait, SLURM_JOB_NUM_NODES="3", **of_slurm
+    )
+    assert done.returncode == 0, done.stderr
+    head, others = sorted(steps.read_text().splitlines(), key=lambda line: "--exclude" in line)
+    assert head.startswith(f"--nodes=1 --ntasks=1 --cpus-per-task={cpus} --nodelist=127.0.0.1 ray start --head ")
+    assert others.startswith(f"--nodes=2 --ntasks=2 --cpus-per-task={cpus} --exclude=127.0.0.1 bash -c ")
+    assert f"--num-cpus={cpus} " in head
+    assert f"--num-cpus={cpus} " in others
+
+
+def run_with_stand_ins(tmp_path, options, raygpt, srun="", **of_slurm):
+    """Run the batch script with these programs in place of slurm's, Ray's and ours."""
+    deployment = plan_deployment(load_recipe("tiny", {"run.storage": str(tmp_path)}), options)
+    (tmp_path / "train.sbatch").write_text(slurm.script(deployment))
+    programs = {"srun": srun, "ray": "", "scontrol": SCONTROL, "getent": "echo 127.0.0.1", "raygpt": raygpt}
     for name, text in programs.items():
         (tmp_path / name).write_text(text if text.startswith("#!") else f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "requeued").touch()
-    of_slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1",
         **of_slurm,
         "REQUEUED": f"{tmp_path}/requeued",
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
     }
-    done = subprocess.run(["bash", str(tmp_path / "train.sbatch")], env=environment, capture_output=True, text=True)
-    assert done.returncode == status, done.stderr
-    assert (tmp_path / "requeued").read_text() == requeued
-    assert ("not requeued: the error above would come again" in done.stdout) == (status == 78)
+    return subprocess.run(["bash", str(tmp_path / "train.sbatch")], env=environment, capture_output=True, text=True)
