@@ -44,6 +44,7 @@ NO_ANSWER = (OSError, RuntimeError)  # refused or closed connections, and status
 NOT_AN_ANSWER = (ValueError, LookupError, TypeError, AttributeError)  # an HTML page, or JSON of another server
 TRY_AGAIN = "try again, or read the dashboard's log on its head"
 LOST = ("no longer answers", "if its head is lost, submit the run again, and it resumes")
+AUTOSCALER_REPORT = "Autoscaler status:"  # in the first line of an autoscaler's report
 OF_RAY = re.compile(r"[\d-]+ [\d:,]+\t|Running entrypoint for job ")  # lines that Ray adds to a job's log
 for noisy in ("dashboard.modules.job.sdk", "dashboard.modules.dashboard_sdk", "_private.runtime_env.packaging"):
     logging.getLogger(f"ray.{noisy}").setLevel(logging.WARNING)  # uploads and closed sockets are not the run's progress
@@ -239,10 +240,15 @@ class JobServer:
             raise RaygptError(no_room(describe_workers(cluster, wanted), room, nodes, wanted, self.address))
 
     def _has_autoscaler(self) -> bool:
+        """Whether the cluster can grow by itself: as `scaling.has_autoscaler`, over HTTP."""
         with self._explained():
-            status = self._get("/api/cluster_status")
-            report = (status.get("clusterStatus") or {}).get("autoscalerReport") or {}
-            return can_grow(report.get("nodeTypeMapping") or {})
+            status = self._get("/api/cluster_status").get("clusterStatus")
+            if status:  # of autoscaler v1, which reports on every cluster
+                return can_grow((status.get("autoscalerReport") or {}).get("nodeTypeMapping") or {})
+            # v2 writes no such status: the dashboard asks it for its report, as text. Without any autoscaler, as on
+            # Kubernetes with a fixed number of pods, the text is "No cluster status. …".
+            text = self._get("/api/cluster_status?format=1").get("clusterStatus")
+            return AUTOSCALER_REPORT in str(text)
 
 
 def _checked(address: str) -> str:

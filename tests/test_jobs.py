@@ -34,6 +34,11 @@ from pods import RAY, TOKEN, descendants, end, free_port, wait_for
 CODE = str(Path(raygpt.__file__).parents[1])
 PYTHON = platform.python_version()
 NODES = [{"CPU": 2.0}, {"CPU": 4.0, "GPU": 2.0}]
+# What Ray 2.60 answers to /api/cluster_status?format=1: with an autoscaler, and without one (`ray start --no-monitor`).
+AUTOSCALER_REPORT = (
+    "======== Autoscaler status: 2026-11-19 04:15:26.441632 ========\nNode status\n-----------\nActive:\n"
+)
+NO_REPORT = "No cluster status. It may take a few seconds for the Ray internal services to start up."
 
 
 class Client:
@@ -45,6 +50,7 @@ class Client:
             "/api/v0/cluster_metadata": {"rayVersion": ray_version, "pythonVersion": python},
             "/nodes?view=summary": {"summary": [*summary, {"raylet": {"state": "DEAD"}}]},
             "/api/cluster_status": {"clusterStatus": {"autoscalerReport": {"nodeTypeMapping": {"a": "node_a"}}}},
+            "/api/cluster_status?format=1": {"clusterStatus": AUTOSCALER_REPORT},
         }
         self.jobs, self.sent = list(jobs), []
 
@@ -207,6 +213,16 @@ def test_nodes_that_an_autoscaler_may_bring_are_not_missed(server):
     assert made.submit(load_recipe("tiny", {**HERE, "cluster.workers": 8})).name == "one"
 
 
+def test_nodes_that_autoscaler_v2_may_bring_are_not_missed_and_without_an_autoscaler_they_are(server):
+    made, large = server(nodes=[{"CPU": 1.0, "memory": 4e9}]), load_recipe("tiny", {**HERE, "cluster.workers": 8})
+    made._client.answers["/api/cluster_status"] = {"clusterStatus": None}  # v1 alone writes it
+    made._client.answers["/api/cluster_status?format=1"] = {"clusterStatus": NO_REPORT}
+    with pytest.raises(RaygptError, match=r"8 × .+ do not fit: http://head:8265 has room for 1 .+ or add nodes"):
+        made.submit(large)
+    made._client.answers["/api/cluster_status?format=1"] = {"clusterStatus": AUTOSCALER_REPORT}
+    assert made.submit(large).name == "one"
+
+
 def test_what_ray_adds_to_a_jobs_log_is_not_shown(server):
     made = server()
     job = made.submit(load_recipe("tiny", HERE))
@@ -303,6 +319,7 @@ METADATA = {"/api/v0/cluster_metadata": {"rayVersion": ray.__version__, "pythonV
 NODES_THERE = {
     "/nodes?view=summary": {"summary": [{"raylet": {"state": "ALIVE", "resourcesTotal": {"CPU": 4.0, "memory": 4e9}}}]},
     "/api/cluster_status": {"clusterStatus": {}},
+    "/api/cluster_status?format=1": {"clusterStatus": NO_REPORT},
 }
 READY = {path: json.dumps({"data": answer}) for path, answer in {**METADATA, **NODES_THERE}.items()}
 SUBMIT = ("submit", "tiny", "run.storage=/mnt/runs", "cluster.accelerator=cpu")
