@@ -9,9 +9,10 @@ from raygpt.errors import RaygptError
 LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"  # of RFC 1123, as a namespace's name
 SUBDOMAIN = rf"{LABEL}(\.{LABEL})*"  # as the names of most objects
 LABEL_NAME = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"  # of a node's label: its value, or its key after the prefix
-QUANTITY = r"([1-9]\d*(?:\.\d+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?"  # of Kubernetes, as far as a person writes them
-UNITS = {"m": Decimal("0.001")} | {unit: Decimal(10**power) for unit, power in zip("kMGT", (3, 6, 9, 12), strict=True)}
+QUANTITY = r"([1-9]\d*(?:\.\d+)?)(k|M|G|T|Ki|Mi|Gi|Ti)?"  # of Kubernetes in bytes, as far as a person writes them
+UNITS = {unit: Decimal(10**power) for unit, power in zip("kMGT", (3, 6, 9, 12), strict=True)}
 UNITS |= {f"{unit}i": Decimal(2**power) for unit, power in zip("KMGT", (10, 20, 30, 40), strict=True)}
+MIN_MEBIBYTES = 1024  # no pod or volume of a run has less
 TIME = r"((?P<days>\d+)-)?(?P<rest>\d+(:\d+){0,2})"  # of slurm, as --time of sbatch
 
 # An image by the grammar of https://github.com/distribution/reference: HOST:PORT/PATH:TAG@DIGEST.
@@ -69,9 +70,11 @@ def check_image(option: str, value: str) -> None:
 
 
 def check_quantity(option: str, value: str) -> None:
-    """Refuse what is no amount of memory or space."""
+    """Refuse what is no amount of memory or space, and less than 1Gi: 64 or 64m was meant to be 64Gi."""
     if not re.fullmatch(QUANTITY, value):
-        raise RaygptError(f"{option}: {value!r} is no quantity of Kubernetes; write e.g. {option} 64Gi")
+        raise RaygptError(f"{option}: {value!r} is no amount of memory or space; write e.g. {option} 64Gi")
+    if mebibytes(value) < MIN_MEBIBYTES:
+        raise RaygptError(f"{option}: {value} is less than 1Gi; write e.g. {option} 64Gi")
 
 
 def mebibytes(quantity: str) -> int:

@@ -213,7 +213,16 @@ def test_what_gke_has_no_slice_for_is_refused():
             "3 is no multiple of the 2 GPUs",
         ),
         (Options("gke", volume="A_b"), {}, "--volume: 'A_b' is no name of Kubernetes"),
-        (Options("gke", memory="lots"), {}, "--memory: 'lots' is no quantity of Kubernetes"),
+        (
+            Options("gke", memory="lots"),
+            {},
+            "--memory: 'lots' is no amount of memory or space; write e.g. --memory 64Gi",
+        ),
+        (Options("gke", memory="64m"), {}, "--memory: '64m' is no amount of memory or space; write e.g. --memory 64Gi"),
+        (Options("gke", memory="64"), {}, "--memory: 64 is less than 1Gi; write e.g. --memory 64Gi"),
+        (Options("slurm", memory="1"), {}, "--memory: 1 is less than 1Gi"),
+        (Options("gke", memory="1023Mi"), {}, "--memory: 1023Mi is less than 1Gi"),
+        (Options("gke", volume="v", volume_size="500M"), {}, "--volume-size: 500M is less than 1Gi; write e.g."),
         (Options("gke", volume_size="1Ti"), {}, "--volume-size: there is no --volume to make"),
         (Options("slurm", time="soon"), {}, "--time: 'soon' is no time of slurm"),
         (Options("slurm"), SLICE, "cluster.accelerator: tpu is not for --target slurm"),
@@ -235,7 +244,7 @@ def test_what_gke_has_no_slice_for_is_refused():
         (Options("gke", time="1:00:00"), {}, "--time: is for slurm, and --target is gke; leave it out"),
         (Options("slurm", time="1"), {}, "--time: 1 is too short: a job is asked to save 120 s before its end"),
         (Options("slurm", time="4:59"), {}, "write 5 (minutes) or more"),
-        (Options("slurm", memory="lots"), {}, "--memory: 'lots' is no quantity"),
+        (Options("slurm", memory="lots"), {}, "--memory: 'lots' is no amount of memory or space"),
         (Options("gke", gpus_per_node=8), {"cluster.accelerator": "cpu"}, "--gpus-per-node: with cluster.accelerator"),
         (Options("gke", gpus_per_node=4), {**SLICE, "cluster.workers": 4}, "accelerator: tpu there are none; leave it"),
         (
@@ -524,7 +533,9 @@ def test_files_of_slurm_are_one_script():
     assert subprocess.run(["bash", "-n"], input=made["train.sbatch"], text=True).returncode == 0
 
 
-@pytest.mark.parametrize(("memory", "mebibytes"), [("64Gi", 65_536), ("1.5G", 1431), ("1", 1)])
+@pytest.mark.parametrize(
+    ("memory", "mebibytes"), [("64Gi", 65_536), ("1.5G", 1431), ("1Gi", 1024), ("1073741824", 1024)]
+)
 def test_memory_is_asked_of_slurm(memory, mebibytes):
     script = slurm.script(plan_deployment(load_recipe("tiny"), Options("slurm", memory=memory)))
     assert f"\n#SBATCH --mem={mebibytes}M\n" in script
