@@ -3,12 +3,14 @@
 import re
 from dataclasses import dataclass
 from importlib import metadata
+from math import ceil
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from raygpt.config import Recipe
 from raygpt.deploy.clouds import CLOUDS, Cloud
 from raygpt.deploy.local_files import local_files
+from raygpt.deploy.names import mebibytes
 from raygpt.deploy.options import Options, check_options
 from raygpt.deploy.tpu import Slice, slice_of
 from raygpt.errors import RaygptError
@@ -22,6 +24,7 @@ DEFAULT_IMAGE = "raygpt:latest"
 # the smallest host of a TPU has 24 CPUs and 48 GB.
 CPUS = {"gpu": 8, "tpu": 20, "cpu": 4}
 MEMORY_GIB = {"gpu": 32, "tpu": 40, "cpu": 8}
+DATA_GIB = 4  # for each process of Ray Data that tokenises
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,14 @@ class Deployment:
 
     @property
     def memory_per_pod(self) -> str:
-        return self.options.memory or f"{MEMORY_GIB[self.accelerator] * self.workers_per_pod}Gi"
+        default = max(MEMORY_GIB[self.accelerator] * self.workers_per_pod, self.min_gib_per_pod)
+        return self.options.memory or f"{default}Gi"
+
+    @property
+    def min_gib_per_pod(self) -> int:
+        """What the workers take, if the recipe says it, and a process of Ray Data; 0 if it does not."""
+        of_worker = self.recipe.cluster.resources_per_worker.get("memory", 0)
+        return ceil(of_worker * self.workers_per_pod / 2**30) + DATA_GIB if of_worker else 0
 
     @property
     def extras(self) -> list[str]:
@@ -130,6 +140,7 @@ def plan_deployment(recipe: Recipe, options: Options) -> Deployment:
     )
     _check_workers(deployment)
     _check_cpus(deployment)
+    _check_memory(deployment)
     return deployment
 
 
@@ -247,4 +258,13 @@ def _check_cpus(deployment: Deployment) -> None:
         raise RaygptError(
             f"--cpus: {asked} are too few: the workers of a pod take {needed - 1} (cluster.resources_per_worker), and "
             f"Ray Data needs one; write --cpus {needed}"
+        )
+
+
+def _check_memory(deployment: Deployment) -> None:
+    asked, needed = deployment.options.memory, deployment.min_gib_per_pod
+    if asked is not None and mebibytes(asked) < needed * 1024:
+        raise RaygptError(
+            f"--memory: {asked} is too little: the workers of a pod take {needed - DATA_GIB}Gi "
+            f"(cluster.resources_per_worker), and Ray Data needs {DATA_GIB}Gi; write --memory {needed}Gi"
         )

@@ -8,7 +8,7 @@ import shlex
 from typing import Any
 
 from raygpt.deploy.commented import Noted, plain, to_yaml
-from raygpt.deploy.deployment import MOUNT, Deployment, ray_version
+from raygpt.deploy.deployment import DATA_GIB, MOUNT, Deployment, ray_version
 from raygpt.deploy.image import USER
 from raygpt.deploy.rules import problems
 from raygpt.errors import RaygptError
@@ -19,7 +19,7 @@ NOTICE_S = 25  # GKE gives a pod of a spot machine about as long; others give mo
 GRACE_S = NOTICE_S + 10  # for the hook itself, which takes 3 s to start, and for Ray to end
 DRIVER = f"^python -m raygpt train {RECIPE_FOLDER}/{RECIPE_FILE}"  # the process itself, not the shell around it
 HEAD_GRACE_S = 120  # a checkpoint of a large model is committed within that
-CPU_NODE_CPUS, CPU_NODE_MEMORY = 8, "32Gi"  # of a node that tokenises: 4 GiB for each process
+CPU_NODE_CPUS = 8  # of a node that tokenises, in as many processes
 Tree = dict[str, Any]
 
 
@@ -224,7 +224,7 @@ def _why_replicas(deployment: Deployment) -> str:
 
 
 def _prepare_nodes(deployment: Deployment) -> Tree:
-    limits = {"cpu": str(CPU_NODE_CPUS), "memory": CPU_NODE_MEMORY}
+    limits = {"cpu": str(CPU_NODE_CPUS), "memory": f"{CPU_NODE_CPUS * DATA_GIB}Gi"}
     pod = _pod(deployment, _container(deployment, "ray-worker", limits))
     return {
         "groupName": Noted("CPU-only nodes that tokenise; they leave when that is done.", "prepare"),

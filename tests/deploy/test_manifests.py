@@ -103,6 +103,25 @@ def test_a_group_has_the_pods_that_the_workers_need():
 
 
 @pytest.mark.parametrize(
+    ("options", "each", "expected"),
+    [
+        (Options("gke"), {}, "32Gi"),
+        (Options("gke"), {"memory": 8 * 2**30}, "32Gi"),
+        (Options("gke"), {"memory": 100e9}, "98Gi"),  # 93.1 GiB for the worker, and 4 GiB for Ray Data
+        (Options("gke", gpus_per_node=2), {"memory": 100e9}, "191Gi"),
+        (Options("gke", memory="98Gi"), {"memory": 100e9}, "98Gi"),
+    ],
+)
+def test_a_pod_has_the_memory_that_its_workers_take(options, each, expected):
+    changes = {"cluster.workers": 2, "cluster.resources_per_worker": each}
+    *_, job = manifests("tiny", options, **changes)
+    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert group["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"] == expected
+    has, workers = _node_types(job)["workers"].resources["memory"], options.gpus_per_node or 1
+    assert has >= each.get("memory", 0) * workers  # as Ray's autoscaler counts
+
+
+@pytest.mark.parametrize(
     "options", [Options("gke", gpus_per_node=2), Options("eks", gpus_per_node=2, node_selector={"gpu": "h100"})]
 )
 def test_rays_autoscaler_adds_the_pods_that_an_elastic_run_asks_for(options, monkeypatch, tmp_path):
@@ -252,6 +271,17 @@ def test_what_gke_has_no_slice_for_is_refused():
             {"cluster.resources_per_worker": {"CPU": 16}},
             "--cpus: 4 are too few: the workers of a pod take 16 (cluster.resources_per_worker), and Ray Data needs "
             "one; write --cpus 17",
+        ),
+        (
+            Options("gke", memory="96Gi"),
+            {"cluster.resources_per_worker": {"memory": 100e9}},
+            "--memory: 96Gi is too little: the workers of a pod take 94Gi (cluster.resources_per_worker), and Ray Data "
+            "needs 4Gi; write --memory 98Gi",
+        ),
+        (
+            Options("gke", memory="64Gi", gpus_per_node=2),
+            {"cluster.workers": 2, "cluster.resources_per_worker": {"memory": 32 * 2**30}},
+            "the workers of a pod take 64Gi",
         ),
         (
             Options("eks"),
