@@ -263,7 +263,7 @@ def test_a_run_of_transformers_gpt2_is_read_without_transformers(trained_run, tm
     assert theirs in recipe.read_text()
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "transformers" else find(name))
-    with pytest.raises(RaygptError, match="pip install transformers"):
+    with pytest.raises(RaygptError, match=r"pip install 'raygpt\[transformers\]'"):
         require("torch", "huggingface")  # as training it does
     assert load(open_run(str(tmp_path / "run"))).checkpoint.step == 20
 

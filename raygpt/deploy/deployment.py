@@ -115,7 +115,8 @@ class Deployment:
         device = {"gpu": "cuda", "tpu": "tpu"}.get(self.accelerator) if self.recipe.engine == "jax" else None
         trackers = {"tensorboard": track.tensorboard, "wandb": track.wandb, "mlflow": track.mlflow}
         engine = "torch" if self.recipe.engine == "torch" else device
-        wanted = ["dashboard", "gpt2", "hf", engine, *(name for name, used in trackers.items() if used)]
+        model = "transformers" if self.recipe.model.implementation == "huggingface" else None
+        wanted = ["dashboard", "gpt2", "hf", engine, model, *(name for name, used in trackers.items() if used)]
         return sorted({name for name in wanted if name})
 
 

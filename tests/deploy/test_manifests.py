@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+import tomllib
 from functools import reduce
 
 import pytest
@@ -546,11 +547,14 @@ def test_a_dry_run_explains_each_block_and_writes_nothing(raygpt, tmp_path):
 
 
 def test_the_image_has_what_the_recipe_needs():
-    def extras(**changes):
-        recipe = load_recipe("tiny", {"run.storage": "s3://b/r", **changes})
+    def extras(name="tiny", **changes):
+        recipe = load_recipe(name, {"run.storage": "s3://b/r", **changes})
         return plan_deployment(recipe, Options("gke")).extras
 
     assert extras(engine="torch") == ["dashboard", "gpt2", "hf", "torch"]
+    own = extras("gpt2-124m", engine="torch", **{"model.implementation": "huggingface"})
+    assert own == ["dashboard", "gpt2", "hf", "torch", "transformers"]
+    assert set(own) <= set(tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     assert extras(**{**SLICE, "cluster.workers": 4}) == ["dashboard", "gpt2", "hf", "tpu"]
     assert extras(**{"track.wandb": "p", "cluster.accelerator": "cpu"}) == ["dashboard", "gpt2", "hf", "wandb"]
 
