@@ -1,6 +1,7 @@
 """The files of a deployment, and what each block in them is for."""
 
 import os
+import shlex
 from pathlib import Path
 
 from raygpt import storage
@@ -49,17 +50,18 @@ def write(deployment: Deployment, folder: str) -> list[str]:
 
 
 def next_steps(deployment: Deployment, folder: str) -> list[str]:
-    """The commands that start the run, and those that look at it."""
+    """The commands that start the run, and those that look at it; a shell reads each as it is written."""
     options, where = deployment.options, Path(folder)
     if options.target == "slurm":
-        return [f"sbatch {where / 'train.sbatch'}"]
-    space = f" -n {options.namespace}" if options.namespace else ""
+        return [shlex.join(["sbatch", str(where / "train.sbatch")])]
+    space = ["-n", options.namespace] if options.namespace else []
     context = _shortest(image.CHECKOUT) if image.is_checkout() else "."
-    build = f"docker build -f {where / 'Dockerfile'} -t {deployment.image} {context} && docker push {deployment.image}"
+    build = ["docker", "build", "-f", str(where / "Dockerfile"), "-t", deployment.image, context]
+    push = ["docker", "push", deployment.image]
     return [
-        *([] if "@" in deployment.image else [build]),  # with a digest it is there already
-        f"kubectl apply -f {where / 'rayjob.yaml'}",
-        f"kubectl get rayjob{space} {deployment.name}",
+        *([] if "@" in deployment.image else [f"{shlex.join(build)} && {shlex.join(push)}"]),  # a digest: built already
+        shlex.join(["kubectl", "apply", "-f", str(where / "rayjob.yaml")]),
+        shlex.join(["kubectl", "get", "rayjob", *space, deployment.name]),
     ]
 
 

@@ -530,6 +530,15 @@ def test_the_folder_to_build_in_is_written_as_one_types_it(monkeypatch):
     assert f" -t me/raygpt:1 {str(CHECKOUT).removeprefix('/')} && " in files.next_steps(deployment, "deploy-tiny")[0]
 
 
+def test_a_folder_with_spaces_is_quoted_in_what_to_type(raygpt, tmp_path):
+    words = ("deploy", "tiny", "run.storage=s3://b/r", "--out", "my dir")
+    assert "\n  sbatch 'my dir/train.sbatch'\n" in raygpt(*words, "--target", "slurm")[1]
+    out = raygpt(*words, "--image", "me/raygpt:1", "--namespace", "research")[1]
+    assert "docker build -f 'my dir/Dockerfile' -t me/raygpt:1 " in out
+    assert "\n  kubectl apply -f 'my dir/rayjob.yaml'\n  kubectl get rayjob -n research tiny\n" in out
+    assert (tmp_path / "my dir" / "rayjob.yaml").is_file()
+
+
 def test_help_says_what_a_pod_has_by_default(raygpt, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     shown = raygpt("deploy", "--help")[1]
