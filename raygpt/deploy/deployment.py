@@ -10,7 +10,7 @@ from typing import Any, Literal
 from raygpt.config import Recipe
 from raygpt.deploy.clouds import CLOUDS, Cloud
 from raygpt.deploy.local_files import local_files
-from raygpt.deploy.names import mebibytes
+from raygpt.deploy.names import NAME_LENGTH, mebibytes
 from raygpt.deploy.options import Options, check_options
 from raygpt.deploy.tpu import Slice, slice_of
 from raygpt.errors import RaygptError
@@ -18,7 +18,6 @@ from raygpt.recipes import check_part
 from raygpt.storage import is_remote
 
 MOUNT = "/storage"  # of the volume, in every pod
-NAME_LENGTH = 47  # KubeRay adds six characters for the RayCluster, and those names have 53 at most
 DEFAULT_IMAGE = "raygpt:latest"
 # What a pod has for each worker, unless --cpus and --memory say otherwise. A GPU's batches are read by its own pod, and
 # the smallest host of a TPU has 24 CPUs and 48 GB.

@@ -6,6 +6,7 @@ from math import ceil
 
 from raygpt.errors import RaygptError
 
+NAME_LENGTH = 47  # of a RayJob: KubeRay adds six characters for the RayCluster, and those names have 53 at most
 LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"  # of RFC 1123, as a namespace's name
 SUBDOMAIN = rf"{LABEL}(\.{LABEL})*"  # as the names of most objects
 LABEL_NAME = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"  # of a node's label: its value, or its key after the prefix
@@ -22,7 +23,7 @@ REPOSITORY = rf"({HOST}/)?{PART}(/{PART})*"
 IMAGE = rf"(?P<repository>{REPOSITORY})(:[A-Za-z0-9_][\w.-]{{0,127}})?(@[A-Za-z][A-Za-z0-9+._-]*:[0-9a-fA-F]{{32,}})?"
 
 
-def check_label(option: str, value: str) -> None:
+def check_namespace(option: str, value: str) -> None:
     """Refuse what cannot be a namespace's name."""
     if len(value) > 63 or not re.fullmatch(LABEL, value):
         raise RaygptError(

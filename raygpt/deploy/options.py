@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from raygpt.deploy.clouds import CLOUDS
-from raygpt.deploy.names import check_image, check_label, check_name, check_node_label, check_quantity, seconds
+from raygpt.deploy.names import check_image, check_name, check_namespace, check_node_label, check_quantity, seconds
 from raygpt.errors import RaygptError
 
 MAX_COUNT = 1000  # of retries and nodes; Kubernetes itself refuses 2³¹
@@ -95,7 +95,7 @@ def _check_names(options: Options) -> None:
     if options.image is not None:
         check_image("--image", options.image)
     if options.namespace is not None:
-        check_label("--namespace", options.namespace)
+        check_namespace("--namespace", options.namespace)
     named = [("--volume", options.volume), ("--service-account", options.service_account)]
     for option, name in [*named, *(("--secret", secret) for secret in options.secrets)]:
         if name is not None:

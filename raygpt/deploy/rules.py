@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from raygpt.deploy.names import NAME_LENGTH
+
 Tree = dict[str, Any]
 LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"  # of RFC 1035, as KubeRay wants names
 MIN_RAY_FOR_TOKENS = (2, 52)
@@ -35,8 +37,9 @@ def problems(manifest: Tree) -> list[str]:
 
 def _name(manifest: Tree) -> Iterator[str]:
     name = str((manifest.get("metadata") or {}).get("name", ""))
-    if len(name) > 47:
-        yield f"metadata.name: {name} has {len(name)} characters; 47 is the most, since the RayCluster's is longer"
+    if len(name) > NAME_LENGTH:
+        most = f"{NAME_LENGTH} is the most, since the RayCluster's is longer"
+        yield f"metadata.name: {name} has {len(name)} characters; {most}"
     if not re.fullmatch(LABEL, name):
         yield f"metadata.name: {name!r} must be a-z, 0-9 and -, and begin with a letter"
 
