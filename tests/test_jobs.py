@@ -19,11 +19,12 @@ from unittest.mock import Mock
 
 import pytest
 import ray
+import yaml
 from ray.job_submission import JobStatus
 
 import raygpt
 from raygpt.errors import RaygptError
-from raygpt.jobs import Job, JobServer, check_files
+from raygpt.jobs import Job, JobServer
 from raygpt.recipes import load_recipe
 from raygpt.runs import find_folder
 from raygpt.testing.chaos import losses
@@ -231,8 +232,19 @@ def test_what_ray_adds_to_a_jobs_log_is_not_shown(server):
     assert made.logs(job) == "step 1/2  loss 5.5\n"
 
 
-def test_paths_that_every_node_sees_are_fine():
-    check_files(load_recipe("tiny", {**HERE, "data.source": "/mnt/texts", "data.val": "hf:a/b"}))
+@pytest.mark.parametrize(
+    ("storage", "source", "val"),
+    [("/mnt/runs", "/mnt/texts", "hf:a/b"), ("s3://bucket/runs", "s3://bucket/texts", "/mnt/val.txt")],
+)
+def test_paths_that_every_node_sees_are_sent_as_they_are(server, monkeypatch, storage, source, val):
+    monkeypatch.setattr("raygpt.jobs._check_run", lambda *facts: None)  # no S3 here
+    made = server()
+    changes = {"run.storage": storage, "data.source": source, "data.val": val, "data.tokenizer": "/mnt/mine"}
+    job = made.submit(load_recipe("tiny", {**HERE, **changes}))
+    (sent,) = made._client.sent
+    recipe = yaml.safe_load(sent["recipe"])
+    assert (recipe["run"]["storage"], job.folder) == (storage, f"{storage}/one")
+    assert (recipe["data"]["source"], recipe["data"]["val"], recipe["data"]["tokenizer"]) == (source, val, "/mnt/mine")
 
 
 def test_a_wrong_address_says_what_to_name():

@@ -22,7 +22,7 @@ from raygpt.deploy.commented import Noted, notes, plain, to_yaml
 from raygpt.deploy.deployment import CPUS, MEMORY_GIB, plan_deployment
 from raygpt.deploy.image import CHECKOUT
 from raygpt.deploy.names import seconds
-from raygpt.deploy.options import Options, check_options, parse_selector
+from raygpt.deploy.options import Options, parse_selector
 from raygpt.deploy.rules import problems
 from raygpt.deploy.tpu import GKE_NAMES, slice_of
 from raygpt.errors import RaygptError
@@ -318,16 +318,43 @@ def test_what_cannot_work_is_refused_in_one_line(options, changes, line):
     assert "\n" not in str(refused.value)
 
 
-def test_names_that_kubernetes_and_registries_take_are_fine():
-    images = ("raygpt", "me/raygpt:1", "ghcr.io/me/ray-gpt__x:V1.2", "localhost:5000/raygpt", "Host.io:80/a/b.c")
-    for image in (*images, f"[::1]:5000/a@sha256:{'0a' * 32}"):
-        check_options(Options("gke", image=image))
+@pytest.mark.parametrize(
+    "image",
+    [
+        *("raygpt", "me/raygpt:1", "ghcr.io/me/ray-gpt__x:V1.2", "localhost:5000/raygpt", "Host.io:80/a/b.c"),
+        f"[::1]:5000/a@sha256:{'0a' * 32}",
+    ],
+)
+def test_every_pod_has_the_image_that_was_named(image):
+    *_, job = manifests("tiny", Options("gke", image=image, prepare_nodes=1))
+    cluster = job["spec"]["rayClusterSpec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    assert [_images(group) for group in groups] == [[image]] * 3
+
+
+def _images(group):
+    return [container["image"] for container in group["template"]["spec"]["containers"]]
+
+
+def test_names_that_kubernetes_takes_are_in_the_manifest():
     labels = {"pool": "H100", "example.com/pool_1.x": "", "a" * 63: "b" * 63}
     options = Options("eks", volume="a.b-c.d", namespace="a-b", secrets=("x" * 253,), retries=0, node_selector=labels)
     *_, job = manifests("tiny", options, **{"cluster.accelerator_type": "H100"})
     (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    assert group["template"]["spec"]["nodeSelector"] == labels
+    pod = group["template"]["spec"]
+    assert pod["nodeSelector"] == labels
+    assert pod["volumes"] == [{"name": "storage", "persistentVolumeClaim": {"claimName": "a.b-c.d"}}]
+    assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "x" * 253}}]
+    assert job["metadata"]["namespace"] == "a-b"
     assert job["spec"]["backoffLimit"] == 0
+
+
+def test_a_run_with_a_long_name_has_one_of_47_characters():
+    name = "run-3-modern-1-5b-" + "x" * 29
+    config, budget, job = manifests("tiny", Options("gke"), **{"run.name": "3_Modern.1.5b-" + "x" * 60})
+    assert len(name) == 47  # KubeRay refuses 48
+    assert (job["metadata"]["name"], job["metadata"]["labels"]["raygpt-run"]) == (name, name)
+    assert (config["metadata"]["name"], budget["metadata"]["name"]) == (f"{name}-recipe", f"{name}-head")
 
 
 @pytest.mark.parametrize(
@@ -336,7 +363,8 @@ def test_names_that_kubernetes_and_registries_take_are_fine():
 )
 def test_a_time_of_slurm_is_read_as_slurm_does(time, expected):
     assert seconds("--time", time) == expected
-    check_options(Options("slurm", time=time))
+    script = slurm.script(plan_deployment(load_recipe("tiny"), Options("slurm", time=time)))
+    assert f"\n#SBATCH --time={time}\n" in script
 
 
 def test_a_selector_is_key_and_value():
