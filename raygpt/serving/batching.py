@@ -60,23 +60,26 @@ class Batch:
         """Queue a request. `on_piece` gets its answer, on the thread that takes turns, until a piece has a `finish`."""
         text = Text(request, Sample(self._tokenizer, request.stop), on_piece)
         with self._wake:
-            unfinished = sum(not text.is_ended for text in (*self._texts, *self._waiting) if text)
-            if unfinished >= self._slots.count + self._most_waiting:
+            if self.load.running + self.load.waiting >= self._slots.count + self._most_waiting:
                 raise BusyError
             self._waiting.append(text)
             self._wake.notify()
         return text
 
     def cancel(self, text: Text) -> None:
-        """Free a text's slot; nothing more of it is passed on."""
+        """Free a text's slot, or its place in the queue; nothing more of it is passed on."""
         with self._wake:
             text.is_cancelled = True
+            if text in self._waiting:
+                self._waiting.remove(text)
             self._wake.notify()
 
     @property
     def load(self) -> Load:
-        running = sum(text is not None for text in self._texts)
-        return Load(running, len(self._waiting), self._slots.count)
+        """Unfinished texts: the slot of one that has ended is freed in the next turn."""
+        with self._wake:
+            running = sum(not text.is_ended for text in self._texts if text)
+            return Load(running, len(self._waiting), self._slots.count)
 
     def warm_up(self) -> None:
         """Compile every program of the engine, which on a GPU takes seconds: before a request waits for it."""
@@ -132,10 +135,9 @@ class Batch:
         with self._wake:
             while free and self._waiting:
                 text = self._waiting.popleft()
-                if not text.is_cancelled:
-                    text.slot, text.checkpoint = free.pop(0), self.served
-                    self._texts[text.slot] = text
-                    self._begin(text)
+                text.slot, text.checkpoint = free.pop(0), self.served
+                self._texts[text.slot] = text
+                self._begin(text)
 
     def _begin(self, text: Text) -> None:
         """Set a slot's options. It stays idle until the prompt is read."""

@@ -147,6 +147,22 @@ def test_what_is_cancelled_leaves_its_slot_to_those_that_wait(batch):
     assert (batch.load.running, batch.load.waiting) == (0, 0)
 
 
+def test_what_is_cancelled_is_not_counted_and_leaves_the_queue_at_once(batch):
+    texts = [batch.submit(Request(prompt(3, n), 40, seed=n, bias={256: -100.0}), lambda piece: None) for n in range(7)]
+    batch.turn()
+    assert (batch.load.running, batch.load.waiting) == (4, 3)
+    for number in (0, 4, 6):  # one in a slot, two that wait
+        batch.cancel(texts[number])
+    assert (batch.load.running, batch.load.waiting) == (3, 1)
+    assert list(batch._waiting) == [texts[5]], "the others keep no place, prompt or client"
+    batch.turn()
+    assert (batch.load.running, batch.load.waiting) == (4, 0)
+    for text_ in texts:
+        batch.cancel(text_)
+    while batch.turn():
+        pass
+
+
 def test_as_many_may_wait_as_are_allowed(slots, checkpoint):
     batch = Batch(slots, CONTEXT, Bytes(), checkpoint, most_waiting=3)
     for n in range(7):
