@@ -9,10 +9,10 @@ import json
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -37,6 +37,8 @@ from raygpt.serving.completions import (
 )
 from raygpt.serving.meters import Meters, Stopwatch
 from raygpt.serving.texts import BUSY, Piece, Request
+
+T = TypeVar("T")
 
 RETRY_AFTER_S = 1
 CLIENT_GONE = 499  # nginx's status of a client that went away
@@ -127,7 +129,11 @@ class Server:
         if not completion.stream:
             return JSONResponse(await _unless_gone(http, answer.whole()))
         events = answer.events()
-        first = await anext(events)  # a refusal is a status, not an event
+        try:
+            first = await _unless_gone(http, anext(events))  # a refusal is a status, not an event
+        except ClientDisconnect:
+            await events.aclose()
+            raise
         return StreamingResponse(_chained(first, events), media_type="text/event-stream", headers=NO_CACHE)
 
     async def _asked(self, http: HttpRequest) -> tuple[Model, Completion]:
@@ -240,7 +246,7 @@ class Answer:
         made = [choice.as_json(pieces[choice.index]) for choice in self._choices]
         return self._message(made) | {"usage": usage(self._completion, self._choices)}
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """As server-sent events. An error after the first is an event too: the status has been sent."""
         is_begun = False
         try:
@@ -407,9 +413,9 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
 
 
-async def _unless_gone(http: HttpRequest, answer: Any) -> Json:
-    """The answer, given up if the client goes away."""
-    task = asyncio.ensure_future(answer)
+async def _unless_gone(http: HttpRequest, awaited: Awaitable[T]) -> T:
+    """The result of what is awaited, which is cancelled if the client goes away."""
+    task = asyncio.ensure_future(awaited)
     gone = asyncio.ensure_future(_gone(http))
     await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
     gone.cancel()
@@ -418,8 +424,7 @@ async def _unless_gone(http: HttpRequest, answer: Any) -> Json:
         with contextlib.suppress(asyncio.CancelledError):
             await task
         raise ClientDisconnect
-    result: Json = task.result()
-    return result
+    return task.result()
 
 
 async def _gone(http: HttpRequest) -> None:
@@ -427,8 +432,8 @@ async def _gone(http: HttpRequest) -> None:
         pass
 
 
-async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    async with contextlib.aclosing(rest):  # type: ignore[type-var]
+async def _chained(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(rest):
         yield first
         async for event in rest:
             yield event

@@ -309,6 +309,35 @@ def test_a_client_that_goes_away_frees_its_slot(address, local_models, caplog):
     assert 'raygpt_requests_total{model="one",status="499"} 2.0' in told
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_before_the_first_token_gives_up_its_place(monkeypatch, stream):
+    model = LocalModel()
+    monkeypatch.setattr(model._batch, "turn", lambda: time.sleep(0.01) or True)  # no token ever comes
+
+    def until(waiting):
+        deadline = time.monotonic() + 20
+        while model._batch.load.waiting != waiting:
+            assert time.monotonic() < deadline, model._batch.load
+            time.sleep(0.01)
+
+    try:
+        with serving({"stuck": model}) as address:
+            host, port = address.removeprefix("http://").split(":")
+            body = json.dumps({"prompt": "a", "n": 3, "stream": stream}).encode()
+            with socket.create_connection((host, int(port))) as leaves:
+                leaves.sendall(
+                    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                )
+                leaves.sendall(f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                until(3)
+            until(0)
+            told = httpx.get(address + "/metrics").text
+            assert 'raygpt_requests_in_flight{model="stuck"} 0.0' in told
+            assert 'raygpt_requests_total{model="stuck",status="499"} 1.0' in told
+    finally:
+        model.close()
+
+
 def test_an_answer_that_is_given_up_ends_whatever_comes_at_that_moment(local_models):
     never = {"logit_bias": {str(VOCAB - 1): -100}, "max_tokens": CONTEXT - 1, "prompt": "a"}
 
