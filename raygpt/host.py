@@ -1,6 +1,7 @@
-"""The cores and the memory of this machine or container."""
+"""The cores, the memory and the loopback addresses of this machine or container."""
 
 import contextlib
+import ipaddress
 import os
 from pathlib import Path
 
@@ -10,6 +11,14 @@ MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 def cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address, of IPv6 also in brackets, can only mean this machine."""
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def host_memory() -> int:

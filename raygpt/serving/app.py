@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from raygpt.corpus import tokenizers
 from raygpt.errors import first_line
+from raygpt.host import is_loopback
 from raygpt.serving.completions import (
     Choice,
     Completion,
@@ -42,7 +43,6 @@ T = TypeVar("T")
 
 RETRY_AFTER_S = 1
 CLIENT_GONE = 499  # nginx's status of a client that went away
-LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]", "testserver")
 ASSETS = {  # by path: the file in the package, and its type
     "": ("serving/assets/page.html", "text/html"),
     "page.js": ("serving/assets/page.js", "text/javascript"),
@@ -321,8 +321,8 @@ class Answer:
 
 
 class Guard:
-    """Lets in who has the key; without one, who uses this machine's own name: a page of another site, whose name leads
-    here (DNS rebinding), does not."""
+    """Serves clients that have the key. Without a key, it serves requests to `localhost` or a loopback address: a web
+    page elsewhere, whose name resolves to this machine (DNS rebinding), sends that name."""
 
     def __init__(self, app: Any, key: str | None):
         self._app, self._key = app, key
@@ -336,7 +336,7 @@ class Guard:
         if self._key is None:
             host = headers.get(b"host", "")
             name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
-            if name.lower() not in LOCAL_NAMES:
+            if not is_loopback(name):
                 return RefusedError(403, "without an API key only localhost is served; see raygpt serve --help")
             return None
         if scope["path"].strip("/") in {*ASSETS, "health"}:

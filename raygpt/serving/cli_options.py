@@ -1,12 +1,12 @@
 """The command line's options of `raygpt serve`, checked."""
 
-import ipaddress
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from raygpt.errors import RaygptError
+from raygpt.host import is_loopback
 from raygpt.runs import open_run
 from raygpt.serving.model import Options
 
@@ -54,13 +54,6 @@ def api_key(host: str, file: str | None) -> str | None:
         raise RaygptError(
             f"{where}: a key must have {SHORTEST_KEY} ASCII characters or more; make one: openssl rand -hex 16"
         )
-    if key is None and not _is_loopback(host):
+    if key is None and not is_loopback(host):
         raise RaygptError(f"--host {host}: others could use the model; set RAYGPT_API_KEY or --api-key-file first")
     return key
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

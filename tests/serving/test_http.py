@@ -265,6 +265,20 @@ def test_a_body_that_cannot_be_read_gets_one_clear_message(address, content, hea
     assert (got.status_code, message in got.json()["error"]["message"]) == (status, True)
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((host, 200) for host in ("localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.2:80", "[::1]", "[::1]:8000")),
+        *(
+            (host, 403)
+            for host in ("testserver", "evil.example", "localhost.evil.example", "10.0.0.1", "[::2]:8000", "")
+        ),
+    ],
+)
+def test_without_a_key_only_the_hosts_that_need_none_are_served(address, host, status):
+    assert httpx.get(address + "/health", headers={"Host": host}).status_code == status
+
+
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/completions", 405), ("POST", "/v1/chat", 404)])
 def test_a_wrong_path_is_answered_with_those_there_are(address, method, path, status):
     got = httpx.request(method, address + path)
