@@ -14,6 +14,11 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def network_address(host: str, port: int) -> str:
+    """As in a URL: localhost:8000, [::1]:8000."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def ago(moment: float | None, now: float | None = None) -> str:
     """How long ago a time is: '5 s ago', '3 min ago', '2 h ago', '4 days ago'."""
     if moment is None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from raygpt.cluster import connected
 from raygpt.errors import RaygptError
+from raygpt.formatting import network_address
 from raygpt.host import cores
 from raygpt.serving.app import Backend, Limits, connect, make_app
 from raygpt.serving.memory import MOST
@@ -115,7 +116,8 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         made.close()
         other = "--host" if isinstance(error, socket.gaierror) else "--port"
-        raise RaygptError(f"{host}:{port} cannot be listened on ({error.strerror}); choose another {other}") from error
+        at = network_address(host, port)
+        raise RaygptError(f"{at} cannot be listened on ({error.strerror}); choose another {other}") from error
     return made
 
 

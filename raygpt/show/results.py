@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from raygpt.config import Recipe
-from raygpt.formatting import ago, number_text, size, value_text
+from raygpt.formatting import ago, network_address, number_text, size, value_text
 from raygpt.models import describe
 from raygpt.recipes.explain import flat
 from raygpt.show.console import as_path, command, err, out, printable, relative_path, table_of
@@ -50,13 +50,15 @@ def _show_checkpoint(found: "CheckpointWeights") -> None:
 
 
 def show_serving(models: Sequence[str], address: tuple[str, int], has_key: bool) -> None:
+    """The models' names, and the addresses of the page and of the API."""
     host, port = address
     name = "localhost" if host in ("127.0.0.1", "::1", "0.0.0.0", "::") else host
-    out.print(f"[bold]{', '.join(models)}[/] at http://{name}:{port}", highlight=False)
+    url = escape(f"http://{network_address(name, port)}")
+    out.print(f"[bold]{escape(', '.join(models))}[/] at {url}", soft_wrap=True)
     key = "its own key" if has_key else "any key"
-    out.print(f"  write in it   http://{name}:{port}/", highlight=False)
-    out.print(f"  OpenAI's API  http://{name}:{port}/v1  ({key})", highlight=False)
-    out.print("  Ctrl-C ends it", highlight=False)
+    out.print(f"  write in it   {url}/", soft_wrap=True)
+    out.print(f"  OpenAI's API  {url}/v1  ({key})", soft_wrap=True)
+    out.print("  Ctrl-C ends it")
 
 
 def show_imported(run: "OpenRun") -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from raygpt.errors import RaygptError
 from raygpt.serving.cli_options import _parts, api_key
+from raygpt.show.results import show_serving
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,22 @@ def test_a_key_that_is_too_short_or_not_there_is_refused(monkeypatch, tmp_path):
         api_key("127.0.0.1", None)
     with pytest.raises(RaygptError, match="cannot be read"):
         api_key("127.0.0.1", str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://localhost:8000"),
+        ("::", "http://localhost:8000"),
+        ("10.0.0.1", "http://10.0.0.1:8000"),
+        ("fd00::1", "http://[fd00::1]:8000"),
+    ],
+)
+def test_names_and_addresses_are_printed_as_they_are(capsys, host, url):
+    show_serving(["tiny", "[red]"], (host, 8000), has_key=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"tiny, [red] at {url}"
+    assert [line.split()[-3 if "key" in line else -1] for line in lines[1:3]] == [f"{url}/", f"{url}/v1"]
 
 
 @pytest.mark.parametrize(
