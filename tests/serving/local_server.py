@@ -19,13 +19,15 @@ class LocalModel(RunModel):
     def __init__(self, engine="jax", seed=0, slots=4, waiting=64):
         self.reader = reader_of(engine)
         self._batch = batch_of(engine, self.reader, served(self.reader, seed), slots, most_waiting=waiting)
+        self._most_waiting = waiting
         self._closing, self.curve = threading.Event(), [[1, 5.0], [2, 4.0]]
         self._threads = [threading.Thread(target=self._batch.run, daemon=True)]
         self._threads[0].start()
 
     async def describe(self):
         about = {"run": "here", "created": 1, "context": self.reader.context, "parameters": 1000, "follow": True}
-        return {**about, "slots": 4, "most_waiting": 64, "tokenizer": Bytes().describe(), **self.reader.describe()}
+        room = {"slots": self._batch.load.slots, "most_waiting": self._most_waiting}
+        return {**about, **room, "tokenizer": Bytes().describe(), **self.reader.describe()}
 
     async def losses(self):
         return {"loss": self.curve, "val_loss": [], "steps": 10}

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import httpx
@@ -447,18 +448,24 @@ def test_a_model_that_is_not_there_is_said_in_one_line(address, local_models, pa
     assert (got.status_code, got.json()["error"]["message"], caplog.text) == (503, message, "")
 
 
-def test_too_many_requests_are_told_when_to_come_back():
-    model = LocalModel(slots=1, waiting=0)
+def test_too_many_requests_at_once_are_told_when_to_come_back(monkeypatch):
+    model, begin = LocalModel(slots=1, waiting=0), threading.Event()
+    monkeypatch.setattr(model._batch, "turn", lambda turn=model._batch.turn: begin.wait(60) and turn())
+    body = {"prompt": "a", "max_tokens": 4}
     try:
-        with serving({"small": model}) as address:
-            got = post(address, {"prompt": "a", "n": 8, "max_tokens": 4})
-            assert got.status_code == 429
-            assert got.headers["Retry-After"] == "1"
-            assert got.json()["error"]["type"] == "rate_limit_error"
-            streamed = post(address, {"prompt": "a", "n": 8, "max_tokens": 4, "stream": True})
-            assert streamed.status_code == 429
-            assert post(address, {"prompt": "a", "max_tokens": 4}).status_code == 200
+        with serving({"small": model}) as address, ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(post, address, {**body, "stream": stream}) for stream in (True, False, True, False)]
+            refused = [one.result() for one in itertools.islice(as_completed(asked, 60), 3)]
+            begin.set()
+            assert sorted(one.result().status_code for one in asked) == [200, 429, 429, 429]
+            for answer in refused:  # at least one of a stream, and one that is not
+                assert answer.headers["Retry-After"] == "1"
+                assert answer.json()["error"]["type"] == "rate_limit_error"
+            assert post(address, body).status_code == 200
+            never = post(address, {**body, "n": 2})
+            assert (never.status_code, "more than this server takes, 1" in never.text) == (400, True)
     finally:
+        begin.set()
         model.close()
 
 
