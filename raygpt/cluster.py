@@ -1,6 +1,7 @@
 """The Ray cluster that work runs on: the one that RAY_ADDRESS names, or a local one started for this process."""
 
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -14,6 +15,7 @@ from typing import Any
 
 from raygpt.errors import RaygptError, TransientError
 from raygpt.host import cores
+from raygpt.resources import can_grow
 
 ANSWER_S = 10.0  # within which a cluster accepts a connection
 
@@ -32,6 +34,27 @@ def connected(cpus: int | None = None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def alive_nodes() -> list[dict[str, Any]]:
+    """Ray's record of each node that is connected."""
+    import ray
+
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node for node in nodes if node["Alive"]]
+
+
+def has_autoscaler() -> bool:
+    """Whether the cluster can grow by itself.
+
+    Ray's monitor reports on every cluster. Autoscaler v2, which Kubernetes uses, only runs where it can scale.
+    """
+    from raygpt.ray_private import internal_kv_get, is_autoscaler_v2
+
+    if is_autoscaler_v2(fetch_from_server=True):
+        return True
+    status = json.loads(internal_kv_get("__autoscaling_status") or "{}")
+    return can_grow((status.get("autoscaler_report") or {}).get("node_type_mapping") or {})
 
 
 def _connect(address: str | None, cpus: int) -> None:

@@ -56,7 +56,14 @@ def room_on(nodes: Nodes, wanted: Mapping[str, float], accelerator_type: str | N
     if accelerator_type:
         wanted = {**wanted, f"accelerator_type:{accelerator_type}": 0.001}  # as Ray marks such a node
     counted = {name: each for name, each in wanted.items() if each}
-    return sum(min(math.floor(node.get(name, 0) / each) for name, each in counted.items()) for node in nodes)
+    return sum(min(_room(name, node.get(name, 0), each) for name, each in counted.items()) for node in nodes)
+
+
+def _room(name: str, amount: float, each: float) -> int:
+    """How many workers a node has enough of a resource for. A fraction of a GPU comes from one GPU, never from two."""
+    if name in ("GPU", "TPU") and each < 1:
+        return math.floor(1 / each) * math.floor(amount)
+    return math.floor(amount / each)
 
 
 def no_room(workers: str, room: int, nodes: Nodes, wanted: Mapping[str, float], where: str = "the cluster") -> str:

@@ -106,7 +106,7 @@ def serve(
     models = models_of(run, follow, slots=slots, waiting=waiting, gpu_share=min(1.0, gpus or 1.0))
     with contextlib.closing(listen(host, port)) as socket:
         console.note(f"loading {', '.join(models)}" + (", as soon as there is a checkpoint" if follow else ""))
-        with deployed(models, Replicas(replicas, gpus)) as backends:
+        with deployed(models, Replicas(replicas, gpus), console.note) as backends:
             results.show_serving(list(models), socket.getsockname()[:2], key is not None)
             serve_until_interrupted(backends, [socket], key, Limits(answer_s=timeout), console.note)
 

@@ -13,13 +13,15 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raygpt.cluster import connected
+from raygpt.cluster import alive_nodes, connected, has_autoscaler
 from raygpt.errors import RaygptError
 from raygpt.formatting import network_address
 from raygpt.host import cores
+from raygpt.resources import Resources
 from raygpt.serving.app import Backend, Limits, connect, make_app
 from raygpt.serving.memory import MOST
 from raygpt.serving.model import Options, RunModel
+from raygpt.serving.room import ensure_room
 from raygpt.serving.texts import Piece, Request
 
 
@@ -57,7 +59,9 @@ class ServeModel:
 
 
 @contextlib.contextmanager
-def deployed(models: Mapping[str, Options], replicas: Replicas) -> Iterator[dict[str, Backend]]:
+def deployed(
+    models: Mapping[str, Options], replicas: Replicas, note: Callable[[str], None] = lambda text: None
+) -> Iterator[dict[str, Backend]]:
     """Inside the block each model has its replicas on the cluster of RAY_ADDRESS, or on a local one."""
     serve = _ray_serve()
     os.environ.setdefault(
@@ -65,34 +69,42 @@ def deployed(models: Mapping[str, Options], replicas: Replicas) -> Iterator[dict
     )  # someone waits for each token; Ray's 15 is for work that can wait
     names = {model: f"raygpt-{os.getpid()}-{model}" for model in models}
     with connected(cpus=max(cores(), len(models) * replicas.count * replicas.cpus + 1)):
+        resources = _resources(replicas)
+        ensure_room(len(models), replicas.count, resources, _nodes(), has_autoscaler, note)
         serve.start(proxy_location="Disabled")  # the HTTP server is ours
         try:
-            yield {model: _deploy(serve, names[model], options, replicas) for model, options in models.items()}
+            yield {
+                model: _deploy(serve, names[model], options, replicas.count, resources)
+                for model, options in models.items()
+            }
         finally:
             for name in names.values():
                 serve.delete(name)  # and nothing else that Serve may run on this cluster
 
 
-def _deploy(serve: Any, name: str, options: Options, replicas: Replicas) -> Backend:
-    import ray
-
-    gpus = replicas.gpus if replicas.gpus is not None else _one_if_any(ray)
-    threads = {} if gpus else {"OMP_NUM_THREADS": str(cores())}  # Ray would set as many as CPUs are reserved
+def _deploy(serve: Any, name: str, options: Options, count: int, each: Resources) -> Backend:
+    threads = {} if each["GPU"] else {"OMP_NUM_THREADS": str(cores())}  # Ray would set as many as CPUs are reserved
     deployment = serve.deployment(RunModel).options(
-        num_replicas=replicas.count,
+        num_replicas=count,
         max_ongoing_requests=(options.slots or max(MOST.values())) + options.waiting + 16,  # the model refuses more
-        ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": gpus, "runtime_env": {"env_vars": threads}},
+        ray_actor_options={"num_cpus": each["CPU"], "num_gpus": each["GPU"], "runtime_env": {"env_vars": threads}},
         logging_config={"log_level": "ERROR"},
     )
     try:
-        return ServeModel(serve.run(deployment.bind(options), name=name, route_prefix=None), replicas.count)
+        return ServeModel(serve.run(deployment.bind(options), name=name, route_prefix=None), count)
     except RuntimeError as error:  # Serve's, whose message has the replica's traceback
         cause = [line.strip() for line in str(error).splitlines() if line.strip()][-1]
         raise RaygptError(f"{options.folder} cannot be served: {cause[:300]}") from error
 
 
-def _one_if_any(ray: Any) -> float:
-    return 1.0 if ray.cluster_resources().get("GPU", 0) else 0.0
+def _resources(replicas: Replicas) -> Resources:
+    """Of each replica: a GPU by default, if the cluster has any."""
+    gpus = float(any(node.get("GPU") for node in _nodes())) if replicas.gpus is None else replicas.gpus
+    return {"CPU": replicas.cpus, "GPU": gpus}
+
+
+def _nodes() -> list[Resources]:
+    return [node["Resources"] for node in alive_nodes()]
 
 
 def _ray_serve() -> Any:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from raygpt import storage
+from raygpt.cluster import alive_nodes
 from raygpt.config import Recipe
 from raygpt.corpus.mixture import Mixture
 from raygpt.corpus.prepare import Watch as WatchPreparing
@@ -25,7 +26,7 @@ from raygpt.training import prepared
 from raygpt.training.events import Event, Warned
 from raygpt.training.prepared import run_folder_of
 from raygpt.training.ray import launch
-from raygpt.training.ray.scaling import alive_nodes, choose_workers
+from raygpt.training.ray.scaling import choose_workers
 from raygpt.training.stopping import STOP_FILE, STOP_POLL_S, clear_stop_request, stoppable
 
 POLL_S = 0.2

@@ -12,6 +12,7 @@ import pytest
 from local_server import serving
 
 from raygpt.corpus.tokenizers import Bytes
+from raygpt.errors import RaygptError
 from raygpt.interop.importing import import_run
 from raygpt.interop.tokenizer_json import to_json
 
@@ -84,6 +85,13 @@ def test_runs_of_both_engines_are_served_by_name_and_a_replica_that_dies_is_repl
             assert status in (429, 500, 503), body
             status, body = completion(address, model="jax", prompt="the", temperature=0.8)
         assert body["choices"][0]["text"] == texts[0]["choices"][0]["text"]
+
+
+def test_replicas_without_room_are_refused_instead_of_awaited():
+    models = {name: Options("unused") for name in ("one", "two")}
+    refused = pytest.raises(RaygptError, match=r"2 × 1 CPU, 1 GPU do not fit: .* write --gpus 0 to use CPUs")
+    with refused, deployed(models, Replicas(gpus=1)):
+        raise AssertionError("deployed")
 
 
 def _kill_replica(ray, name):

@@ -226,8 +226,7 @@ def autoscaler(folder):
 
 def _wait_for_nodes(folder, port):
     """What is said while the nodes are missing, and what the workers then saw."""
-    from raygpt.cluster import connected
-    from raygpt.training.ray.scaling import has_autoscaler
+    from raygpt.cluster import connected, has_autoscaler
 
     deadline = time.monotonic() + 60
     while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < deadline:

@@ -20,6 +20,7 @@ from pathlib import Path
 import ray
 
 from raygpt import storage
+from raygpt.cluster import alive_nodes
 from raygpt.config import Recipe
 from raygpt.errors import RaygptError, TransientError
 from raygpt.formatting import size
@@ -27,7 +28,7 @@ from raygpt.host import cores, host_memory, memory_for_work
 from raygpt.planning.devices import ray_device
 from raygpt.planning.micro_batch_size import cpu_devices, split_batch, worker_bytes
 from raygpt.planning.target import Target, devices_on
-from raygpt.training.ray.scaling import Workers, alive_nodes, is_our_own, on_node
+from raygpt.training.ray.scaling import Workers, is_our_own, on_node
 
 Host = tuple[int, int]  # its cores, and the bytes that workers may use
 ANSWER_S = 60.0

@@ -1,6 +1,5 @@
 """Translates a recipe's `cluster` for Ray: number and resources of workers, and whether the cluster has them."""
 
-import json
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,16 +11,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray.util.tpu import get_num_tpu_slices, get_tpu_worker_resources
 
 from raygpt import storage
+from raygpt.cluster import alive_nodes, has_autoscaler
 from raygpt.config import Cluster
 from raygpt.engines import for_gpus
 from raygpt.errors import RaygptError, TransientError
 from raygpt.host import cores, host_memory
 from raygpt.planning.micro_batch_size import PROCESS_BYTES
-from raygpt.ray_private import internal_kv_get, is_autoscaler_v2, worker
+from raygpt.ray_private import worker
 from raygpt.resources import (
     Accelerator,
     Resources,
-    can_grow,
     choose_accelerator,
     describe_nodes,
     describe_workers,
@@ -158,17 +157,6 @@ def is_our_own() -> bool:
     return node is not None and bool(node.is_head()) and len(ray.nodes()) == 1
 
 
-def has_autoscaler() -> bool:
-    """Whether the cluster can grow by itself.
-
-    Ray's monitor reports on every cluster. Autoscaler v2, which Kubernetes uses, only runs where it can scale.
-    """
-    if is_autoscaler_v2(fetch_from_server=True):
-        return True
-    status = json.loads(internal_kv_get("__autoscaling_status") or "{}")
-    return can_grow((status.get("autoscaler_report") or {}).get("node_type_mapping") or {})
-
-
 def ensure_shared(run_folder: str) -> None:
     """Refuse a storage that the nodes do not share, by writing a file and reading it on each: NFS looks like any
     folder."""
@@ -200,11 +188,6 @@ def not_shared(run_folder: str, node: str) -> str:
 
 def on_node(node: dict[str, Any]) -> Any:
     return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-
-
-def alive_nodes() -> list[dict[str, Any]]:
-    nodes: list[dict[str, Any]] = ray.nodes()
-    return [node for node in nodes if node["Alive"]]
 
 
 def _nodes() -> list[Resources]:

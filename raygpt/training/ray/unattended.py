@@ -3,7 +3,8 @@
 import time
 from collections.abc import Callable
 
-from raygpt.training.ray.scaling import Workers, has_autoscaler
+from raygpt.cluster import has_autoscaler
+from raygpt.training.ray.scaling import Workers
 
 JOIN_S = 1800.0  # a machine starts and pulls an image of several GB in less; then the job fails, and may be retried
 POLL_S = 1.0
