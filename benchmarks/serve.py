@@ -40,7 +40,7 @@ from raygpt.interop.families import family_of
 from raygpt.models import describe
 from raygpt.recipes import load_recipe
 from raygpt.serving.batching import Batch, Served
-from raygpt.serving.texts import Request
+from raygpt.serving.texts import TextOptions
 
 MODELS = {"gpt2": "gpt2-124m", "modern-124m": "modern-124m", "tiny": "tiny"}  # recipes whose shape it has
 VOCAB = 50257
@@ -212,7 +212,7 @@ def _rate(streams: int, arguments: argparse.Namespace, times: list[float]) -> fl
 def _write(batch: Batch, prompts: np.ndarray, tokens: int) -> list[list[int]]:
     """The ids of a text after each prompt."""
     texts = [
-        batch.submit(Request(tuple(prompt), tokens, seed=seed), lambda piece: None)
+        batch.submit(TextOptions(tuple(prompt), tokens, seed=seed), lambda piece: None)
         for seed, prompt in enumerate(prompts.tolist())
     ]
     while batch.turn():
@@ -241,12 +241,12 @@ def _first_token(batch: Batch, arguments: argparse.Namespace, asked: int = 10) -
     waits = []
     for _ in range(asked):
         *others, prompt = _prompts(min(9, arguments.slots), arguments).tolist()
-        running = [batch.submit(Request(tuple(other), 100), lambda piece: None) for other in others]
+        running = [batch.submit(TextOptions(tuple(other), 100), lambda piece: None) for other in others]
         while not all(text.drawn > 2 for text in running):
             batch.turn()
         came: list[float] = []
         began = time.perf_counter()
-        text = batch.submit(Request(tuple(prompt), 4), lambda piece: came.append(time.perf_counter()))  # noqa: B023
+        text = batch.submit(TextOptions(tuple(prompt), 4), lambda piece: came.append(time.perf_counter()))  # noqa: B023
         while not came:
             batch.turn()
         waits.append(1000 * (came[0] - began))

@@ -127,8 +127,8 @@ async def _compare(folder: str, answers: list[Told]) -> int:
         alone = RunModel(Options(folder, step, slots=8))
         vocabulary = (await connect("alone", alone)).vocabulary
         for told in (told for told in answers if told.step == step):
-            (request,) = parse(told.body, vocabulary).requests
-            text = "".join([piece.text async for pieces in alone.stream(request) for piece in pieces])
+            (options,) = parse(told.body, vocabulary).texts
+            text = "".join([piece.text async for pieces in alone.stream(options) for piece in pieces])
             wrong += text != told.text
         alone.close()
         print(f"step {step}: compared, {wrong} wrong so far", flush=True)

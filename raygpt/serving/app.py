@@ -36,8 +36,8 @@ from raygpt.serving.completions import (
     refuse_unknown,
     usage,
 )
-from raygpt.serving.meters import Meters, Stopwatch
-from raygpt.serving.texts import BUSY, Piece, Request
+from raygpt.serving.meters import Meters, RequestMeter
+from raygpt.serving.texts import BUSY, Piece, TextOptions
 
 T = TypeVar("T")
 
@@ -61,12 +61,12 @@ class Backend(Protocol):
 
     async def losses(self) -> Json: ...
 
-    def stream(self, request: Request) -> AsyncIterator[list[Piece]]: ...
+    def stream(self, options: TextOptions) -> AsyncIterator[list[Piece]]: ...
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may ask for."""
+    """What one request may take."""
 
     body_bytes: int = 4 * 2**20
     body_s: float = 30.0  # within which a body must have come
@@ -125,7 +125,7 @@ class Server:
 
     async def completions(self, http: HttpRequest) -> Response:
         model, completion = await self._asked(http)
-        answer = Answer(model, completion, Stopwatch(self._meters, model.name), self._limits.answer_s)
+        answer = CompletionAnswer(model, completion, RequestMeter(self._meters, model.name), self._limits.answer_s)
         if not completion.stream:
             return JSONResponse(await _unless_gone(http, answer.whole()))
         events = answer.events()
@@ -145,10 +145,10 @@ class Server:
             name = model.name
             # In a thread: a long text takes seconds, in which the texts of others go on.
             completion = await asyncio.to_thread(parse, body, model.vocabulary)
-            if len(completion.requests) > model.most_texts:
+            if len(completion.texts) > model.most_texts:
                 raise RefusedError(
                     400,
-                    f"{len(completion.requests)} texts at once are more than this server takes, {model.most_texts}; "
+                    f"{len(completion.texts)} texts at once are more than this server takes, {model.most_texts}; "
                     "ask for fewer",
                     "n",
                 )
@@ -228,14 +228,14 @@ class Server:
         return b"".join(parts)
 
 
-class Answer:
+class CompletionAnswer:
     """The texts of one request, generated at the same time."""
 
-    def __init__(self, model: Model, completion: Completion, watch: Stopwatch, limit_s: float):
-        self._model, self._completion, self._watch, self._limit_s = model, completion, watch, limit_s
+    def __init__(self, model: Model, completion: Completion, meter: RequestMeter, limit_s: float):
+        self._model, self._completion, self._meter, self._limit_s = model, completion, meter, limit_s
         self._deadline = time.monotonic() + limit_s
-        pairs = enumerate(zip(completion.requests, completion.echoed, strict=True))
-        self._choices = [Choice(n, request, echoed, model.vocabulary) for n, (request, echoed) in pairs]
+        pairs = enumerate(zip(completion.texts, completion.echoed, strict=True))
+        self._choices = [Choice(n, options, echoed, model.vocabulary) for n, (options, echoed) in pairs]
         self._about = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
 
     async def whole(self) -> Json:
@@ -284,7 +284,7 @@ class Answer:
                     found = await queue.get()
                 if isinstance(found, BaseException):
                     raise found
-                self._watch.token()
+                self._meter.token()
                 unfinished -= found[1][-1].finish is not None
                 yield found
             status = 200
@@ -297,14 +297,14 @@ class Answer:
         finally:
             prompt = usage(self._completion, self._choices)["prompt_tokens"]
             # Before any `await`, each of which is cancelled where the client of a stream has left.
-            self._watch.end(prompt, sum(choice.drawn for choice in self._choices), status)
+            self._meter.end(prompt, sum(choice.drawn for choice in self._choices), status)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # their slots are free before the client hears of it
 
     async def _collect(self, choice: Choice, queue: "asyncio.Queue[Any]") -> None:
         try:
-            async with contextlib.aclosing(self._model.backend.stream(choice.request)) as stream:  # type: ignore[type-var]
+            async with contextlib.aclosing(self._model.backend.stream(choice.options)) as stream:  # type: ignore[type-var]
                 async for pieces in stream:
                     choice.drawn = pieces[-1].drawn
                     finish = pieces[-1].finish or ""

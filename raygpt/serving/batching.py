@@ -17,7 +17,7 @@ from raygpt.engines.base import Drawn, Rows, Slots
 from raygpt.engines.token_sampling import fold_seed
 from raygpt.errors import first_line
 from raygpt.inference.generate import Sample, part_of
-from raygpt.serving.texts import Piece, Request, Text
+from raygpt.serving.texts import Piece, Text, TextOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class Served:
 
 
 class BusyError(Exception):
-    """As many requests are waiting as may."""
+    """No place is left to wait for a slot."""
 
 
 class Load(NamedTuple):
@@ -56,9 +56,9 @@ class Batch:
         self._closed = False
         self.failures = 0  # turns in succession that ended with an error
 
-    def submit(self, request: Request, on_piece: Callable[[Piece], object]) -> Text:
-        """Queue a request. `on_piece` gets its answer, on the thread that takes turns, until a piece has a `finish`."""
-        text = Text(request, Sample(self._tokenizer, request.stop), on_piece)
+    def submit(self, options: TextOptions, on_piece: Callable[[Piece], object]) -> Text:
+        """Queue a text. `on_piece` gets its pieces, on the thread that takes turns, until one has a `finish`."""
+        text = Text(options, Sample(self._tokenizer, options.stop), on_piece)
         with self._wake:
             if self.load.running + self.load.waiting >= self._slots.count + self._most_waiting:
                 raise BusyError
@@ -82,8 +82,8 @@ class Batch:
             return Load(running, len(self._waiting), self._slots.count)
 
     def warm_up(self) -> None:
-        """Compile every program of the engine, which on a GPU takes seconds: before a request waits for it."""
-        every_kind = Request((0,), 2, top_k=1, bias={0: 1.0}, alternatives=1, score_prompt=True)
+        """Compile every program of the engine, which on a GPU takes seconds: before a text waits for it."""
+        every_kind = TextOptions((0,), 2, top_k=1, bias={0: 1.0}, alternatives=1, score_prompt=True)
         self.submit(every_kind, lambda piece: None)
         while self.turn():
             pass
@@ -141,12 +141,12 @@ class Batch:
 
     def _begin(self, text: Text) -> None:
         """Set a slot's options. It stays idle until the prompt is read."""
-        rows, slot, request = self._rows, text.slot, text.request
-        rows.seeds[slot] = fold_seed(request.seed)
-        rows.temperatures[slot] = request.temperature
-        rows.top_ks[slot], rows.top_ps[slot] = request.top_k, request.top_p
-        if request.bias or slot in self._biased:
-            self._slots.bias(slot, request.bias)
+        rows, slot, options = self._rows, text.slot, text.options
+        rows.seeds[slot] = fold_seed(options.seed)
+        rows.temperatures[slot] = options.temperature
+        rows.top_ks[slot], rows.top_ps[slot] = options.top_k, options.top_p
+        if options.bias or slot in self._biased:
+            self._slots.bias(slot, options.bias)
             self._biased.add(slot)
 
     def _fail_all(self, why: str) -> None:
@@ -166,11 +166,11 @@ class Batch:
         if not unread:
             return False
         text = max(unread, key=lambda text: text.read)
-        request = text.request
-        ids, start, count = part_of(request.prompt, text.read, self._slots.part, self._context)
+        options = text.options
+        ids, start, count = part_of(options.prompt, text.read, self._slots.part, self._context)
         hidden = self._slots.read(text.checkpoint.state, text.slot, ids, start)
         first, text.read = text.read - start, start + count
-        if request.score_prompt:
+        if options.score_prompt:
             self._score(text, hidden, start, first, count)
         if text.is_read:
             self._draw_first(text, hidden, count - 1)
@@ -179,19 +179,19 @@ class Batch:
     def _score(self, text: Text, hidden: Any, start: int, first: int, end: int) -> None:
         """Of the tokens that follow numbers `first` to `end` of a part; none follows the prompt's last."""
         following = np.zeros(self._slots.part, np.int32)
-        known = text.request.prompt[start + 1 : start + 1 + len(following)]
+        known = text.options.prompt[start + 1 : start + 1 + len(following)]
         following[: len(known)] = known
         scores = self._slots.score(text.checkpoint.state, hidden, following)
         count = min(end, len(known)) - first
         self._results.append(lambda: text.add_scores(self._slots.fetch(scores), first, count))
 
     def _draw_first(self, text: Text, hidden: Any, last: int) -> None:
-        request, rows, slot = text.request, self._rows, text.slot
-        if not request.tokens:
+        options, rows, slot = text.options, self._rows, text.slot
+        if not options.tokens:
             self._results.append(text.finish_unread)
             return
         rows.counts[slot] = 0
-        top = bool(request.alternatives)
+        top = bool(options.alternatives)
         drawn = self._slots.begin(text.checkpoint.state, slot, hidden, last, _copied(rows), top)
         text.dispatched = 1
         self._results.append(lambda: text.add(self._slots.fetch(drawn), 0))
@@ -208,12 +208,12 @@ class Batch:
         rows.live[:], rows.positions[:] = False, self._context - 1
         for text in texts:
             rows.live[text.slot] = True
-            rows.positions[text.slot] = len(text.request.prompt) + text.dispatched - 1
+            rows.positions[text.slot] = len(text.options.prompt) + text.dispatched - 1
             rows.counts[text.slot] = text.dispatched
             text.dispatched += 1
         others = ~rows.live  # whose options must not cost these anything
         rows.top_ks[others], rows.top_ps[others] = 0, 1
-        drawn = self._slots.step(served.state, rows, any(text.request.alternatives for text in texts))
+        drawn = self._slots.step(served.state, rows, any(text.options.alternatives for text in texts))
         self._results.append(lambda: self._add(self._slots.fetch(drawn), texts))
 
     def _add(self, drawn: Drawn, texts: list[Text]) -> None:

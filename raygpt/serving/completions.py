@@ -12,7 +12,7 @@ from raygpt.engines.base import ALTERNATIVES
 from raygpt.errors import RaygptError
 from raygpt.inference.generate import UNFINISHED, GrowingText
 from raygpt.inference.sampling import encode_prompt
-from raygpt.serving.texts import Piece, Request, Token
+from raygpt.serving.texts import Piece, TextOptions, Token
 
 Json = dict[str, Any]
 MOST_CHOICES = 128  # texts of one request
@@ -56,7 +56,7 @@ class Vocabulary:
 class Completion:
     """A checked request: the texts to generate, the prompt's text of each where it is echoed, and how to answer."""
 
-    requests: tuple[Request, ...]
+    texts: tuple[TextOptions, ...]
     echoed: tuple[str, ...]
     number: int  # of choices for each prompt
     stream: bool
@@ -93,7 +93,7 @@ def parse(body: Any, vocabulary: Vocabulary) -> Completion:
         (ids, _tokens(body, len(ids), echo, vocabulary), seed + choice) for ids in prompts for choice in range(number)
     ]
     return Completion(
-        tuple(Request(tuple(ids), tokens, seed=own, **options) for ids, tokens, own in made),
+        tuple(TextOptions(tuple(ids), tokens, seed=own, **options) for ids, tokens, own in made),
         tuple(vocabulary.tokenizer.decode(ids) if echo else "" for ids, _, _ in made),
         number,
         _flag(body, "stream"),
@@ -291,7 +291,7 @@ class Choice:
     """One text of an answer, as its pieces come."""
 
     index: int
-    request: Request
+    options: TextOptions
     echoed: str
     vocabulary: Vocabulary
     drawn: int = 0
@@ -306,7 +306,7 @@ class Choice:
         first = "" if self.is_begun else self.echoed
         self.is_begun = True
         tokens = [token for piece in pieces for token in (*piece.prompt, *piece.tokens)]
-        logprobs = None if self.request.alternatives is None else self._logprobs(tokens)
+        logprobs = None if self.options.alternatives is None else self._logprobs(tokens)
         text = first + "".join(piece.text for piece in pieces)
         self.drawn, self.step = pieces[-1].drawn, pieces[-1].step
         finish = pieces[-1].finish
@@ -335,6 +335,6 @@ class Choice:
 
 def usage(completion: Completion, choices: Sequence[Choice]) -> Json:
     """Tokens read and drawn; a prompt counts once, however many choices follow it."""
-    prompt = sum(len(request.prompt) for request in completion.requests[:: completion.number])
+    prompt = sum(len(options.prompt) for options in completion.texts[:: completion.number])
     drawn = sum(choice.drawn for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}

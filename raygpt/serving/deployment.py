@@ -1,7 +1,7 @@
 """Models on Ray Serve, a deployment each, and the HTTP server in front of them.
 
 The server runs in the command's process: it is the one place that a client talks to, and it refuses bad requests before
-they reach a replica. Serve starts replicas, spreads requests over them, and starts another where one has died.
+they reach a replica. Serve starts replicas, spreads texts over them, and starts another where one has died.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from raygpt.serving.app import Backend, Limits, connect, make_app
 from raygpt.serving.memory import MOST
 from raygpt.serving.model import Options, RunModel
 from raygpt.serving.room import ensure_room
-from raygpt.serving.texts import Piece, Request
+from raygpt.serving.texts import Piece, TextOptions
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class ServeModel:
     async def losses(self) -> dict[str, Any]:
         return await self._handle.losses.remote()  # type: ignore[no-any-return]
 
-    async def stream(self, request: Request) -> AsyncIterator[list[Piece]]:
-        answer = self._handle.options(stream=True).stream.remote(request)
+    async def stream(self, options: TextOptions) -> AsyncIterator[list[Piece]]:
+        answer = self._handle.options(stream=True).stream.remote(options)
         try:
             async for pieces in answer:
                 yield pieces

@@ -1,4 +1,4 @@
-"""What `/metrics` tells Prometheus, by model: requests, waiting time, tokens, the load of each replica."""
+"""What `/metrics` tells Prometheus, by model: requests and how long they took, tokens, the load of a replica."""
 
 import time
 from typing import Any
@@ -9,7 +9,8 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Meters:
-    """Counts what the HTTP server sees; `load` is filled in when Prometheus asks."""
+    """Requests and tokens are counted as they come; `running`, `waiting`, `slots` and `step` are what a replica says
+    when Prometheus asks."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -23,7 +24,7 @@ class Meters:
         self.prompt_tokens = Counter("raygpt_prompt_tokens", "Read", **of_model)
         self.generated_tokens = Counter("raygpt_generated_tokens", "Drawn; its rate is tokens per second", **of_model)
         self.running = Gauge("raygpt_batch_size", "Texts in slots of a replica", **of_model)
-        self.waiting = Gauge("raygpt_waiting_requests", "Texts that wait for a slot of a replica", **of_model)
+        self.waiting = Gauge("raygpt_waiting_texts", "Texts that wait for a slot of a replica", **of_model)
         self.slots = Gauge("raygpt_slots", "Texts that a replica can generate at once", **of_model)
         self.step = Gauge("raygpt_checkpoint_step", "Step of the checkpoint that answers", **of_model)
 
@@ -32,8 +33,8 @@ class Meters:
         return generate_latest(self._registry)
 
 
-class Stopwatch:
-    """Times one request of a model."""
+class RequestMeter:
+    """Times one request, and counts it and its tokens."""
 
     def __init__(self, meters: Meters, model: str):
         self._meters, self._model, self._began, self._has_token = meters, model, time.perf_counter(), False

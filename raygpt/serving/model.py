@@ -22,7 +22,7 @@ from raygpt.runs.metrics import Line
 from raygpt.runs.metrics import read as read_metrics
 from raygpt.serving import memory
 from raygpt.serving.batching import Batch, BusyError, Served
-from raygpt.serving.texts import BUSY, Piece, Request
+from raygpt.serving.texts import BUSY, Piece, TextOptions
 
 log = logging.getLogger("raygpt")
 POINTS = 300  # of a curve on the page
@@ -36,7 +36,7 @@ class Options:
     folder: str  # of its run
     step: int | None = None  # of the checkpoint; by default the best, or the newest with `follow`
     slots: int | None = None  # texts that are generated at once; by default as memory.py says
-    waiting: int = 64  # requests that may wait for a slot
+    waiting: int = 64  # texts that may wait for a slot
     follow: bool = False  # load every new checkpoint
     poll_s: float = 2.0  # how often to look for one
     gpu_share: float = 1.0  # of the GPU's memory, where it has one
@@ -63,14 +63,14 @@ class RunModel:
         for thread in self._threads:
             thread.start()
 
-    async def stream(self, request: Request) -> AsyncIterator[list[Piece]]:
+    async def stream(self, options: TextOptions) -> AsyncIterator[list[Piece]]:
         """The answer as it comes, several pieces at once if they came meanwhile. To leave the iteration ends the text.
 
         If too many are waiting it is one piece: an exception of a replica would be printed by Ray, too.
         """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Piece]()
         try:
-            text = self._batch.submit(request, lambda piece: loop.call_soon_threadsafe(queue.put_nowait, piece))
+            text = self._batch.submit(options, lambda piece: loop.call_soon_threadsafe(queue.put_nowait, piece))
         except BusyError:
             yield [Piece(finish=BUSY)]
             return

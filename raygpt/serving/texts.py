@@ -1,4 +1,4 @@
-"""What a request asks for, and the text that it gets, token by token."""
+"""The options of a text, and the text as it is generated, token by token."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from raygpt.inference.generate import Sample
 
 
 @dataclass(frozen=True)
-class Request:
-    """One text to generate. Its values have been checked."""
+class TextOptions:
+    """How one text is to be generated; a request may ask for several. The values have been checked."""
 
     prompt: tuple[int, ...]
     tokens: int  # the most to draw
@@ -23,10 +23,8 @@ class Request:
     seed: int = 0
     stop: tuple[str, ...] = ()
     bias: Mapping[int, float] = field(default_factory=dict)  # of tokens' logits
-    alternatives: int | None = (
-        None  # how many of the likeliest tokens to tell at each place; None: no log-probabilities
-    )
-    score_prompt: bool = False  # tell what the model thinks of the prompt's tokens too
+    alternatives: int | None = None  # likeliest tokens to give at each place; None: no log-probabilities in the answer
+    score_prompt: bool = False  # give the log-probabilities of the prompt's tokens too
 
 
 BUSY = "busy"  # the `finish` of a text that was not let in: as many are waiting as may
@@ -45,7 +43,7 @@ class Piece(NamedTuple):
 
     text: str = ""
     tokens: tuple[Token, ...] = ()
-    prompt: tuple[Token, ...] = ()  # in the first piece, if the request asks for it
+    prompt: tuple[Token, ...] = ()  # in the first piece, with `score_prompt`
     finish: str | None = None  # "stop" or "length" in the last one, BUSY or "error: …" if it came to an end otherwise
     step: int = 0  # of the checkpoint that all of it comes from
     drawn: int = 0  # tokens so far, with those of a stop string
@@ -53,9 +51,9 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False)
 class Text:
-    """A request in work: in a slot, or waiting for one."""
+    """A text that is being generated in a slot, or waits for one."""
 
-    request: Request
+    options: TextOptions
     sample: Sample
     on_piece: Callable[[Piece], object]
     checkpoint: Any = None  # whose weights it is generated with, from its first part to its last token
@@ -74,17 +72,17 @@ class Text:
     @property
     def is_read(self) -> bool:
         """Whether the whole prompt was sent to the device."""
-        return self.read >= len(self.request.prompt)
+        return self.read >= len(self.options.prompt)
 
     @property
     def is_drawing(self) -> bool:
         """Whether it takes part in the next step."""
-        return self.is_read and not self.is_ended and self.dispatched < self.request.tokens
+        return self.is_read and not self.is_ended and self.dispatched < self.options.tokens
 
     def add_scores(self, drawn: Drawn, first: int, count: int) -> None:
         """What the model thought of `count` tokens of the prompt, whose numbers in `drawn` begin at `first`."""
         if not self.prompt_scores:
-            self.prompt_scores.append(Token(self.request.prompt[0], None))
+            self.prompt_scores.append(Token(self.options.prompt[0], None))
         self.prompt_scores += [self._token(drawn, row) for row in range(first, first + count)]
 
     def add(self, drawn: Drawn, row: int) -> None:
@@ -96,7 +94,7 @@ class Text:
         grown = self.sample.add(token.id)
         if len(self.sample.ids) > before:  # not the end of the document
             self.held.append((place, token))
-        if self.drawn == self.request.tokens:
+        if self.drawn == self.options.tokens:
             grown += self.sample.finish()
         self._pass_on(grown)
 
@@ -123,7 +121,7 @@ class Text:
 
     def _token(self, drawn: Drawn, row: int) -> Token:
         identity, logprob = int(drawn.tokens[row]), float(drawn.logprobs[row])
-        wanted = self.request.alternatives
+        wanted = self.options.alternatives
         if not wanted:
             return Token(identity, logprob)
         top = zip(_numbers(drawn.top_ids[row][:wanted]), _numbers(drawn.top_logprobs[row][:wanted]), strict=True)

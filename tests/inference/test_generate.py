@@ -226,7 +226,7 @@ def test_greedy_text_is_the_uncached_models_and_hugging_faces(engine):
 def test_what_is_generated_is_what_is_served_for_the_same_seed(engine, compiled_quickly):
     """Beyond the context too, whose last half is read again as a new prompt would be."""
     from raygpt.serving.batching import Batch, Served
-    from raygpt.serving.texts import Request
+    from raygpt.serving.texts import TextOptions
 
     model = Model(layers=2, heads=2, width=16, context=48, precision="fp32")
     random = np.random.default_rng(5)
@@ -241,8 +241,8 @@ def test_what_is_generated_is_what_is_served_for_the_same_seed(engine, compiled_
     batch = Batch(make_slots(engine, reader, 2), 48, Bytes(), Served(0, loaded.state))
     for number, text in enumerate(texts):
         pieces, more = [], min(30, len(text.ids))
-        request = Request(tuple(b"a cat sat on a mat"), more, 0.9, 20, 0.95, 11 + number)
-        batch.submit(request, pieces.append)
+        asked = TextOptions(tuple(b"a cat sat on a mat"), more, 0.9, 20, 0.95, 11 + number)
+        batch.submit(asked, pieces.append)
         while batch.turn():
             pass
         assert [token.id for piece in pieces for token in piece.tokens] == text.ids[:more]

@@ -46,11 +46,11 @@ def served(reader, seed=0, step=7, model=MODEL):
     return Served(step, reader.load(parameters(seed, model)))
 
 
-def answers(batch, requests):
-    """The pieces of each request's answer, when all are submitted at once."""
-    pieces = [[] for _ in requests]
-    for request, own in zip(requests, pieces, strict=True):
-        batch.submit(request, own.append)
+def answers(batch, texts):
+    """The pieces of each text, by its options, when all are submitted at once."""
+    pieces = [[] for _ in texts]
+    for options, own in zip(texts, pieces, strict=True):
+        batch.submit(options, own.append)
     while batch.turn():
         pass
     return pieces

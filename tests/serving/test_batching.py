@@ -10,7 +10,7 @@ from raygpt.corpus.tokenizers import Bytes
 from raygpt.engines import make_slots
 from raygpt.inference.sampling import sample
 from raygpt.serving.batching import Batch, BusyError
-from raygpt.serving.texts import Request
+from raygpt.serving.texts import TextOptions
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_thread")
 
@@ -46,13 +46,13 @@ def prompt(length, seed=0):
 
 
 def various(count, seed=0):
-    """Requests of all kinds: prompts of one and of several parts, greedy and not, with and without limits."""
+    """Texts of all kinds: prompts of one and of several parts, greedy and not, with and without limits."""
     random = np.random.default_rng(seed)
     made = []
     for n in range(count):
         length = int(random.integers(1, CONTEXT - 1))
         made.append(
-            Request(
+            TextOptions(
                 prompt(length, n),
                 int(random.integers(1, min(20, CONTEXT - length) + 1)),
                 temperature=float(random.choice([0, 0.7, 1.3])),
@@ -68,11 +68,11 @@ def various(count, seed=0):
 
 
 def test_a_text_is_the_same_alone_as_in_a_full_batch(batch):
-    requests = various(18)
-    together = answers(batch, requests)
-    assert len({tuple(ids(pieces)) for pieces in together}) == len(requests), "texts worth comparing"
-    for request, pieces in zip(requests, together, strict=True):
-        alone = answers(batch, [request])[0]
+    texts = various(18)
+    together = answers(batch, texts)
+    assert len({tuple(ids(pieces)) for pieces in together}) == len(texts), "texts worth comparing"
+    for options, pieces in zip(texts, together, strict=True):
+        alone = answers(batch, [options])[0]
         assert ids(alone) == ids(pieces)
         assert [token.logprob for piece in alone for token in piece.tokens] == [
             token.logprob for piece in pieces for token in piece.tokens
@@ -83,9 +83,9 @@ def test_a_text_is_the_same_alone_as_in_a_full_batch(batch):
 def test_a_modern_models_texts_are_the_same_too(engine):
     reader = reader_of(engine, MODERN)
     batch = batch_of(engine, reader, served(reader, model=MODERN))
-    requests = various(8, seed=1)
-    together = [ids(pieces) for pieces in answers(batch, requests)]
-    assert [ids(answers(batch, [request])[0]) for request in requests] == together
+    texts = various(8, seed=1)
+    together = [ids(pieces) for pieces in answers(batch, texts)]
+    assert [ids(answers(batch, [options])[0]) for options in texts] == together
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 64, 70, CONTEXT - 1])
@@ -95,12 +95,12 @@ def test_greedy_texts_are_those_of_the_reader(reader, checkpoint, batch, length)
     expected = sample(reader, checkpoint.state, np.array([given], np.int32), more, temperature=0)[0]
     ended = np.flatnonzero(expected == VOCAB - 1)
     expected = expected[: ended[0]] if len(ended) else expected
-    assert ids(answers(batch, [Request(given, more, temperature=0)])[0]) == expected.tolist()
+    assert ids(answers(batch, [TextOptions(given, more, temperature=0)])[0]) == expected.tolist()
 
 
 def test_each_token_has_the_models_log_probability_and_the_likeliest_alternatives(reader, checkpoint, batch):
     given = prompt(40, 5)
-    pieces = answers(batch, [Request(given, 8, alternatives=4, score_prompt=True, seed=2)])[0]
+    pieces = answers(batch, [TextOptions(given, 8, alternatives=4, score_prompt=True, seed=2)])[0]
     told = [token for piece in pieces for token in (*piece.prompt, *piece.tokens)]
     whole = [*given, *ids(pieces)]
     assert [token.id for token in told] == whole
@@ -117,14 +117,14 @@ def test_each_token_has_the_models_log_probability_and_the_likeliest_alternative
 
 def test_a_prompt_as_long_as_the_context_is_scored(reader, checkpoint, batch):
     given = prompt(CONTEXT, 6)
-    pieces = answers(batch, [Request(given, 0, score_prompt=True)])[0]
+    pieces = answers(batch, [TextOptions(given, 0, score_prompt=True)])[0]
     expected, _ = reader.token_logprobs(checkpoint.state, np.array([given], np.int32))
     np.testing.assert_allclose([token.logprob for token in pieces[0].prompt[1:]], expected[0], atol=1e-4)
     assert (pieces[-1].finish, pieces[-1].drawn) == ("length", 0)
 
 
 def test_a_bias_bans_and_forces_tokens_of_its_own_text_only(batch):
-    free = Request(prompt(5), 10, seed=4)
+    free = TextOptions(prompt(5), 10, seed=4)
     forced, as_before = answers(batch, [replace(free, bias={66: 100.0}), free])
     assert set(ids(forced)) == {66}
     assert ids(as_before) == ids(answers(batch, [free])[0]) != ids(forced)
@@ -133,9 +133,9 @@ def test_a_bias_bans_and_forces_tokens_of_its_own_text_only(batch):
 
 
 def test_what_is_cancelled_leaves_its_slot_to_those_that_wait(batch):
-    first = [batch.submit(Request(prompt(3, n), 40, seed=n), lambda piece: None) for n in range(4)]
+    first = [batch.submit(TextOptions(prompt(3, n), 40, seed=n), lambda piece: None) for n in range(4)]
     got = []
-    batch.submit(Request(prompt(4, 9), 3, seed=9, bias={256: -100.0}), got.append)
+    batch.submit(TextOptions(prompt(4, 9), 3, seed=9, bias={256: -100.0}), got.append)
     for _ in range(12):
         batch.turn()
     assert (batch.load.running, batch.load.waiting, got) == (4, 1, [])
@@ -148,7 +148,9 @@ def test_what_is_cancelled_leaves_its_slot_to_those_that_wait(batch):
 
 
 def test_what_is_cancelled_is_not_counted_and_leaves_the_queue_at_once(batch):
-    texts = [batch.submit(Request(prompt(3, n), 40, seed=n, bias={256: -100.0}), lambda piece: None) for n in range(7)]
+    texts = [
+        batch.submit(TextOptions(prompt(3, n), 40, seed=n, bias={256: -100.0}), lambda piece: None) for n in range(7)
+    ]
     batch.turn()
     assert (batch.load.running, batch.load.waiting) == (4, 3)
     for number in (0, 4, 6):  # one in a slot, two that wait
@@ -166,35 +168,35 @@ def test_what_is_cancelled_is_not_counted_and_leaves_the_queue_at_once(batch):
 def test_as_many_may_wait_as_are_allowed(slots, checkpoint):
     batch = Batch(slots, CONTEXT, Bytes(), checkpoint, most_waiting=3)
     for n in range(7):
-        batch.submit(Request(prompt(2, n), 2), lambda piece: None)
+        batch.submit(TextOptions(prompt(2, n), 2), lambda piece: None)
     with pytest.raises(BusyError):
-        batch.submit(Request(prompt(2), 2), lambda piece: None)
+        batch.submit(TextOptions(prompt(2), 2), lambda piece: None)
     while batch.turn():
         pass
-    batch.submit(Request(prompt(2), 2), lambda piece: None)
+    batch.submit(TextOptions(prompt(2), 2), lambda piece: None)
 
 
 def test_a_text_comes_from_one_checkpoint_though_another_is_loaded_meanwhile(reader, batch):
     later = served(reader, seed=1, step=9)
-    request = Request(prompt(6), 20, seed=3)
-    of_old, of_new = ids(answers(batch, [request])[0]), []
+    options = TextOptions(prompt(6), 20, seed=3)
+    of_old, of_new = ids(answers(batch, [options])[0]), []
     old, new = [], []
-    batch.submit(request, old.append)
+    batch.submit(options, old.append)
     for _ in range(6):
         batch.turn()
     batch.served = later
-    batch.submit(request, new.append)
+    batch.submit(options, new.append)
     while batch.turn():
         pass
     assert ids(old) == of_old
     assert {piece.step for piece in old} == {7}
     assert {piece.step for piece in new} == {9}
-    of_new = ids(answers(batch, [request])[0])
+    of_new = ids(answers(batch, [options])[0])
     assert ids(new) == of_new != of_old
 
 
 def test_texts_end_at_a_stop_string_and_tell_only_the_tokens_before_it(batch):
-    free = Request(prompt(7), 30, seed=8, bias=dict.fromkeys(range(128, 257), -100.0))  # ASCII only
+    free = TextOptions(prompt(7), 30, seed=8, bias=dict.fromkeys(range(128, 257), -100.0))  # ASCII only
     whole = text(answers(batch, [free])[0])
     stop = whole[10:12]
     pieces = answers(batch, [replace(free, stop=(stop,))])[0]
@@ -204,7 +206,7 @@ def test_texts_end_at_a_stop_string_and_tell_only_the_tokens_before_it(batch):
 
 
 def test_the_end_of_a_document_ends_a_text(batch):
-    pieces = answers(batch, [Request(prompt(4), 9, bias={256: 100.0})])[0]
+    pieces = answers(batch, [TextOptions(prompt(4), 9, bias={256: 100.0})])[0]
     assert (text(pieces), ids(pieces), pieces[-1].finish, pieces[-1].drawn) == ("", [], "stop", 1)
 
 
@@ -212,7 +214,7 @@ def test_an_error_of_the_device_ends_its_texts_and_the_next_are_served(batch, mo
     import threading
 
     got, done = [], threading.Event()
-    batch.submit(Request(prompt(3), 3), lambda piece: (got.append(piece), piece.finish and done.set()))
+    batch.submit(TextOptions(prompt(3), 3), lambda piece: (got.append(piece), piece.finish and done.set()))
     with monkeypatch.context() as broken:
         broken.setattr(batch._slots, "begin", lambda *arguments: (_ for _ in ()).throw(MemoryError("no room")))
         thread = threading.Thread(target=batch.run)
@@ -221,7 +223,7 @@ def test_an_error_of_the_device_ends_its_texts_and_the_next_are_served(batch, mo
     assert got[-1].finish == "error: no room"
     done.clear()
     batch.submit(
-        Request(prompt(3), 3, bias={256: -100.0}), lambda piece: (got.append(piece), piece.finish and done.set())
+        TextOptions(prompt(3), 3, bias={256: -100.0}), lambda piece: (got.append(piece), piece.finish and done.set())
     )
     assert done.wait(60)
     assert got[-1].finish == "length"
@@ -231,10 +233,10 @@ def test_an_error_of_the_device_ends_its_texts_and_the_next_are_served(batch, mo
 
 def test_a_long_prompt_does_not_hold_up_another_text(batch):
     early = []
-    batch.submit(Request(prompt(3), 6, seed=1, bias={256: -100.0}), early.append)
+    batch.submit(TextOptions(prompt(3), 6, seed=1, bias={256: -100.0}), early.append)
     for _ in range(2):
         batch.turn()
-    batch.submit(Request(prompt(CONTEXT - 2, 2), 1), lambda piece: None)  # three parts
+    batch.submit(TextOptions(prompt(CONTEXT - 2, 2), 1), lambda piece: None)  # three parts
     drawn = []
     for _ in range(3):
         batch.turn()
@@ -246,8 +248,8 @@ def test_a_long_prompt_does_not_hold_up_another_text(batch):
 def test_a_step_is_two_programs_of_jax_one_array_to_the_device_and_one_back(batch, slots, monkeypatch):
     import jax
 
-    request = Request(prompt(3), 8, bias={256: -100.0})
-    answers(batch, [request, replace(request, top_p=0.5)])  # compiles
+    options = TextOptions(prompt(3), 8, bias={256: -100.0})
+    answers(batch, [options, replace(options, top_p=0.5)])  # compiles
     calls, sent, got = [], [], []
     for name in ("_read_tokens", "_limit", "_write_tokens", "_read_part", "_read_first", "_keep_first", "_put", "_top"):
         program = getattr(slots, name)
@@ -255,7 +257,7 @@ def test_a_step_is_two_programs_of_jax_one_array_to_the_device_and_one_back(batc
     put, get = jax.device_put, jax.device_get
     monkeypatch.setattr(jax, "device_put", lambda array, device: sent.append(array.shape) or put(array, device))
     monkeypatch.setattr(jax, "device_get", lambda tree: got.extend(jax.tree.leaves(tree)) or get(tree))
-    for one, more in ((request, []), (replace(request, top_p=0.5), ["_limit"])):
+    for one, more in ((options, []), (replace(options, top_p=0.5), ["_limit"])):
         batch.submit(one, lambda piece: None)
         for _ in range(3):
             batch.turn()
@@ -280,7 +282,7 @@ def test_a_step_of_pytorch_can_be_captured_for_it_waits_for_no_number_and_writes
             names.append(operation.overloadpacket.__name__)
             return operation(*arguments, **(options or {}))
 
-    batch.submit(Request(prompt(3), 8, top_p=0.5, bias={256: -100.0}), lambda piece: None)
+    batch.submit(TextOptions(prompt(3), 8, top_p=0.5, bias={256: -100.0}), lambda piece: None)
     for _ in range(3):
         batch.turn()
     before = [tensor.data_ptr() for tensor in (slots._logits, slots._drawn, slots._tokens, slots._numbers)]
@@ -294,11 +296,11 @@ def test_a_step_of_pytorch_can_be_captured_for_it_waits_for_no_number_and_writes
 @pytest.mark.parametrize("engine", ["torch"], indirect=True)
 def test_to_compute_a_step_twice_before_its_tokens_are_kept_changes_nothing(batch, slots, monkeypatch):
     """As when it is captured: a CUDA graph is computed once before."""
-    request = Request(prompt(9), 8, seed=5, top_k=9)
-    once = ids(answers(batch, [request])[0])
+    options = TextOptions(prompt(9), 8, seed=5, top_k=9)
+    once = ids(answers(batch, [options])[0])
     repeat = slots._repeat
     monkeypatch.setattr(slots, "_repeat", lambda key, compute: [repeat(key, compute) for _ in range(2)])
-    assert ids(answers(batch, [request])[0]) == once
+    assert ids(answers(batch, [options])[0]) == once
 
 
 def test_matrices_are_kept_in_the_precision_of_the_arithmetic(engine):
@@ -314,7 +316,7 @@ def test_matrices_are_kept_in_the_precision_of_the_arithmetic(engine):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("engine", ["jax"], indirect=True)
-def test_after_the_warm_up_no_request_compiles_anything(reader, checkpoint, caplog):
+def test_after_the_warm_up_no_text_compiles_anything(reader, checkpoint, caplog):
     import jax
 
     batch = Batch(make_slots("jax", reader, 3), CONTEXT, Bytes(), checkpoint)

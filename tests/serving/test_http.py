@@ -21,10 +21,10 @@ from local_server import LocalModel, serving, two_models
 from small_model import CONTEXT, VOCAB, text
 
 from raygpt.serving import app
-from raygpt.serving.app import Answer, connect
+from raygpt.serving.app import CompletionAnswer, connect
 from raygpt.serving.completions import parse
-from raygpt.serving.meters import Meters, Stopwatch
-from raygpt.serving.texts import Piece, Request, Token
+from raygpt.serving.meters import Meters, RequestMeter
+from raygpt.serving.texts import Piece, TextOptions, Token
 
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 ASCII = {str(n): -100 for n in range(128, VOCAB)}
@@ -59,18 +59,18 @@ def client(address):
 def test_a_completion_is_what_the_batch_writes(client, local_models):
     got = client.completions.create(model="one", prompt="abc", max_tokens=12, seed=5, temperature=0.9, logit_bias=ASCII)
     bias = {int(key): -100.0 for key in ASCII}
-    expected = Request(tuple(b"abc"), 12, temperature=0.9, seed=5, bias=bias)
+    expected = TextOptions(tuple(b"abc"), 12, temperature=0.9, seed=5, bias=bias)
     alone = text(answers_of(local_models["one"], expected))
     assert got.choices[0].text == alone
     assert (got.choices[0].finish_reason, got.choices[0].step, got.system_fingerprint) == ("length", 7, "one@7")
     assert (got.usage.prompt_tokens, got.usage.completion_tokens, got.usage.total_tokens) == (3, 12, 15)
 
 
-def answers_of(model, request):
+def answers_of(model, options):
     import threading
 
     pieces, done = [], threading.Event()
-    model._batch.submit(request, lambda piece: (pieces.append(piece), piece.finish and done.set()))
+    model._batch.submit(options, lambda piece: (pieces.append(piece), piece.finish and done.set()))
     assert done.wait(60)
     return pieces
 
@@ -175,7 +175,7 @@ def test_prometheus_reads_requests_first_tokens_batch_and_queue(address):
     told = httpx.get(address + "/metrics").text
     for status in (200, 400):
         assert f'raygpt_requests_total{{model="one",status="{status}"}}' in told
-    for name in ("time_to_first_token_seconds_count", "generated_tokens_total", "batch_size", "waiting_requests"):
+    for name in ("time_to_first_token_seconds_count", "generated_tokens_total", "batch_size", "waiting_texts"):
         assert f'raygpt_{name}{{model="one"}}' in told
 
 
@@ -357,7 +357,7 @@ def test_an_answer_that_is_given_up_ends_whatever_comes_at_that_moment(local_mod
     never = {"logit_bias": {str(VOCAB - 1): -100}, "max_tokens": CONTEXT - 1, "prompt": "a"}
 
     class Quick:
-        async def stream(self, request):
+        async def stream(self, options):
             for drawn in range(1, 10_000):
                 yield [Piece("x", (Token(1, -1.0),), drawn=drawn)]
                 await asyncio.sleep(0)
@@ -365,7 +365,7 @@ def test_an_answer_that_is_given_up_ends_whatever_comes_at_that_moment(local_mod
     async def give_up(turns):
         model = await connect("one", local_models["one"])
         quick = dataclasses.replace(model, backend=Quick())
-        answer = Answer(quick, parse(never, model.vocabulary), Stopwatch(Meters(), "one"), 60)
+        answer = CompletionAnswer(quick, parse(never, model.vocabulary), RequestMeter(Meters(), "one"), 60)
         task = asyncio.create_task(answer.whole())
         for _ in range(turns):
             await asyncio.sleep(0)
