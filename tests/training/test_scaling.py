@@ -98,6 +98,13 @@ def test_workers_that_do_not_fit_the_memory_are_refused(monkeypatch):
     assert "memory" not in scaling.Workers(check_part("cluster", {}), "gpu").resources
 
 
+def test_a_worker_has_its_fraction_of_a_gpu_from_one_gpu(monkeypatch):
+    """Ray 2.60 placed 4 actors of 0.4 on a node with two GPUs, 6 of 0.3 and 4 of 0.5."""
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 16.0, "GPU": 2.0}}])
+    clusters = [check_part("cluster", {"resources_per_worker": {"GPU": part}}) for part in (0.4, 0.3, 0.5, 1, 2)]
+    assert [scaling.Workers(cluster, "gpu").room() for cluster in clusters] == [4, 6, 4, 2, 1]
+
+
 def test_a_local_cluster_has_cpus_for_no_more_workers_than_fit_its_memory(monkeypatch):
     """Ray starts a process for each."""
     monkeypatch.setattr(scaling, "cores", lambda: 2)
