@@ -6,7 +6,6 @@ It knows nothing of Ray: a model is anything with `Backend`'s methods.
 import asyncio
 import contextlib
 import json
-import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -23,7 +22,6 @@ from starlette.routing import Route
 
 from raygpt.corpus import tokenizers
 from raygpt.errors import first_line
-from raygpt.host import is_loopback
 from raygpt.serving.completions import (
     Choice,
     Completion,
@@ -36,6 +34,7 @@ from raygpt.serving.completions import (
     refuse_unknown,
     usage,
 )
+from raygpt.serving.guard import Guard, refusal
 from raygpt.serving.meters import Meters, RequestMeter
 from raygpt.serving.texts import BUSY, Piece, TextOptions
 
@@ -113,7 +112,7 @@ def make_app(models: Sequence[Model], key: str | None = None, limits: Limits | N
     ]
     handlers: dict[Any, Any] = {RefusedError: _refused, HTTPException: _http_error, ClientDisconnect: _client_gone}
     app = Starlette(routes=routes, exception_handlers=handlers | {Exception: _failed})
-    app.add_middleware(Guard, key=key)
+    app.add_middleware(Guard, key=key, open_paths=frozenset({*ASSETS, "health"}))
     return app
 
 
@@ -320,33 +319,6 @@ class CompletionAnswer:
             await queue.put(_not_there(error))
 
 
-class Guard:
-    """Serves clients that have the key. Without a key, it serves requests to `localhost` or a loopback address: a web
-    page elsewhere, whose name resolves to this machine (DNS rebinding), sends that name."""
-
-    def __init__(self, app: Any, key: str | None):
-        self._app, self._key = app, key
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        refusal = self._refusal(scope) if scope["type"] == "http" else None
-        await (_response(refusal) if refusal else self._app)(scope, receive, send)
-
-    def _refusal(self, scope: Any) -> RefusedError | None:
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        if self._key is None:
-            host = headers.get(b"host", "")
-            name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
-            if not is_loopback(name):
-                return RefusedError(403, "without an API key only localhost is served; see raygpt serve --help")
-            return None
-        if scope["path"].strip("/") in {*ASSETS, "health"}:
-            return None
-        scheme, _, given = headers.get(b"authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), self._key.encode()):
-            return None
-        return RefusedError(401, "wrong or missing API key; send the header Authorization: Bearer KEY")
-
-
 NO_CACHE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 SAFE = {
     "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
@@ -443,17 +415,13 @@ def _event(message: Json) -> bytes:
     return b"data: " + json.dumps(message, ensure_ascii=False).encode() + b"\n\n"
 
 
-def _response(error: RefusedError) -> JSONResponse:
-    return JSONResponse(error.as_json(), error.status, error.headers)
-
-
 async def _refused(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RefusedError)
-    return _response(error)
+    return refusal(error)
 
 
 async def _failed(http: HttpRequest, error: Exception) -> Response:
-    return _response(RefusedError(500, f"the server failed: {first_line(error)[:200]}"))  # it is logged as well
+    return refusal(RefusedError(500, f"the server failed: {first_line(error)[:200]}"))  # it is logged as well
 
 
 async def _client_gone(http: HttpRequest, error: Exception) -> Response:
@@ -464,4 +432,4 @@ async def _http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     known = "GET /, /v1/models, /tokenizer_info, /health, /metrics; POST /v1/completions, /tokenize, /detokenize"
     message = f"{http.method} {http.url.path[:100]} is not here; there is {known}"
-    return _response(RefusedError(error.status_code, message, headers=error.headers))
+    return refusal(RefusedError(error.status_code, message, headers=error.headers))
