@@ -63,7 +63,7 @@ def test_every_number_has_a_line_that_people_can_read():
     assert lines == {
         "parameters": "124,439,808 with 50,257 tokens in the vocabulary",
         "corpus": "9,000,000 tokens to train on, 4,000 to validate",
-        "training": "1,000 steps × 32 rows × 1,024 tokens = 32,768,000 tokens, 3.64 epochs, 0.3 tokens per parameter",
+        "training": "1,000 steps × 32 rows × 1,024 tokens = 32,768,000 tokens, 3.64 epochs, 0.26 tokens per parameter",
         "compute": "859.9 MFLOPs per token, 2.82e+16 FLOPs in all",
         "run": "runs/it",
     }
