@@ -359,18 +359,18 @@ def test_without_pytorch_all_can_be_imported_but_the_engine():
 
 
 def test_nothing_outside_the_engines_imports_pytorchs():
-    house = Path(raygpt.__file__).parent
-    rooms = [path for path in house.rglob("*.py") if house / "engines" not in path.parents]
-    assert [path for path in rooms if "raygpt.engines.torch" in path.read_text()] == []
+    package = Path(raygpt.__file__).parent
+    others = [path for path in package.rglob("*.py") if package / "engines" not in path.parents]
+    assert [path for path in others if "raygpt.engines.torch" in path.read_text()] == []
 
 
 def test_without_pytorch_the_extra_is_named(monkeypatch):
     require_torch()
-    for missing, remedy in [("torch", "'raygpt[torch]'"), ("transformers", "transformers")]:
+    for missing in ("torch", "transformers"):
         monkeypatch.setitem(sys.modules, missing, None)
         monkeypatch.setattr("importlib.util.find_spec", lambda name, missing=missing: None if name == missing else 1)
         assert refusal(lambda: require_torch("huggingface")) == (
-            f"engine: torch needs {missing}, which is not installed: pip install {remedy}"
+            f"engine: torch needs {missing}, which is not installed: pip install 'raygpt[{missing}]'"
         )
 
 
