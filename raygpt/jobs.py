@@ -240,7 +240,7 @@ class JobServer:
             raise RaygptError(no_room(describe_workers(cluster, wanted), room, nodes, wanted, self.address))
 
     def _has_autoscaler(self) -> bool:
-        """Whether the cluster can grow by itself: as `scaling.has_autoscaler`, over HTTP."""
+        """Whether the cluster can grow by itself: as `cluster.has_autoscaler`, over HTTP."""
         with self._explained():
             status = self._get("/api/cluster_status").get("clusterStatus")
             if status:  # of autoscaler v1, which reports on every cluster

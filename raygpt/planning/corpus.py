@@ -1,7 +1,7 @@
 """What is known of a recipe's corpus before a run: from its token store, or assumed if it is not prepared yet."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,9 @@ class Corpus:
 def look_up(data: Data, home: str, is_here: bool) -> Corpus:
     """The corpus of a recipe whose stores are below `home`; nothing is prepared or downloaded. `is_here`: it will be
     read on this machine."""
-    damaged: list[str] = []
-    found = [_index(part.source, data, home, damaged) for part in data.sources]
+    sources = [part.source for part in data.sources]
+    stores, damaged = ([], []) if all(map(_is_tokens, sources)) else _read_stores(home)
+    found = [_index(source, data, stores) for source in sources]
     indexes = [index for index in found if index is not None]
     if len(indexes) == len(found):
         tokens = [sum(index.tokens(stream) for index in indexes) for stream in ("train", "val")]
@@ -58,26 +59,35 @@ def look_up(data: Data, home: str, is_here: bool) -> Corpus:
     return Corpus(vocab, total and total - (val or 0), val, tuple(notes))
 
 
-def _index(source: str, data: Data, home: str, damaged: list[str]) -> Index | None:
-    """Of the source's tokens, or of a store that was made from it. A line is added to `damaged` for each store that
-    cannot be read: it may be another text's, so it is no reason to refuse."""
-    if is_path(source) and is_prepared(source):
-        return open_prepared(source, data.tokenizer).index
-    stores = storage.join(storage.absolute(home), STORES)
-    for name in sorted(storage.folders(stores)):
-        folder = storage.join(stores, name)
-        if storage.exists(storage.join(folder, INDEX)):
+def _read_stores(home: str) -> tuple[list[tuple[Index, Mapping[str, Any]]], list[str]]:
+    """The complete stores below `home`, each with the settings that it was made with; and a line for each that cannot
+    be read: it may be another text's, so it is no reason to refuse."""
+    folder, stores, damaged = storage.join(storage.absolute(home), STORES), [], []
+    for name in sorted(storage.folders(folder)):
+        store = storage.join(folder, name)
+        if storage.exists(storage.join(store, INDEX)):
             try:
-                index, made = Index.read(folder), storage.read_json(storage.join(folder, PLAN)) or {}
+                stores.append((Index.read(store), storage.read_json(storage.join(store, PLAN)) or {}))
             except RaygptError as error:
                 damaged.append(f"left out: {error}")
-                continue
-            if index.source == source and _could_be(index.vocab, data.tokenizer) and _is_made_so(made, data):
-                return index
+    return stores, damaged
+
+
+def _is_tokens(source: str) -> bool:
+    return is_path(source) and is_prepared(source)
+
+
+def _index(source: str, data: Data, stores: Sequence[tuple[Index, Mapping[str, Any]]]) -> Index | None:
+    """Of the source's tokens, or of the first store that was made from it as the recipe says."""
+    if _is_tokens(source):
+        return open_prepared(source, data.tokenizer).index
+    for index, settings in stores:
+        if index.source == source and _could_be(index.vocab, data.tokenizer) and _has_settings_of(data, settings):
+            return index
     return None
 
 
-def _is_made_so(made: Mapping[str, Any], data: Data) -> bool:
+def _has_settings_of(data: Data, made: Mapping[str, Any]) -> bool:
     """Whether a store was made with the recipe's settings, as far as it says. Of several texts only the first has the
     validation text of its own."""
     asked = {"limit": data.limit, "column": data.column, "split": data.split, "split_seed": data.split_seed}

@@ -80,7 +80,9 @@ def trials_of(axes: Sequence[Axis]) -> list[Trial]:
     for values in itertools.product(*(axis.values for axis in axes)):
         names = [_plain(f"{axis.name}-{value}") for axis, value in zip(axes, values, strict=True)]
         trials.append(Trial("_".join(names), {axis.key: value for axis, value in zip(axes, values, strict=True)}))
-    if not _are_good_names({trial.name for trial in trials}, count):
+    if not _can_be_runs(
+        {trial.name for trial in trials}, count
+    ):  # e.g. values of punctuation alone, which have no names
         trials = [replace(trial, name=f"trial-{n}") for n, trial in enumerate(trials, 1)]
     return trials
 
@@ -90,10 +92,12 @@ def fork_name(trial: str, step: int) -> str:
     return f"{trial}.{step}"
 
 
-def _are_good_names(names: set[str], count: int) -> bool:
-    """Whether each trial has its own, which is not too long and cannot be that of another trial's fork."""
-    forks = any(end.isdecimal() and trial in names for trial, _, end in (name.rpartition(".") for name in names))
-    return len(names) == count and max(map(len, names)) <= LONGEST_NAME and not forks  # texts of punctuation: no names
+def _can_be_runs(names: set[str], count: int) -> bool:
+    """Whether each trial has a name of its own that is not too long and that no fork of another trial can have."""
+    if len(names) < count or max(map(len, names)) > LONGEST_NAME:
+        return False
+    halves = (name.rpartition(".") for name in names)
+    return not any(step.isdecimal() and trial in names for trial, _, step in halves)
 
 
 def number_of(text: str) -> float | None:

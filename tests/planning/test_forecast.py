@@ -193,25 +193,21 @@ def test_a_text_that_is_elsewhere_is_assumed(tmp_path, source):
 
 
 def test_a_prepared_corpus_is_found_beside_the_runs(tmp_path):
-    extents = {"train": (Extent("train-0", 0, 900_000),), "val": (Extent("val-0", 0, 50_000),)}
-    index = Index("f", "stdlib", "t", 4000, 3999, "<u2", 10, 3_000_000, **extents)
-    (tmp_path / "stores" / "stdlib-1").mkdir(parents=True)
-    index.write(str(tmp_path / "stores" / "stdlib-1"))
+    prepared_store(tmp_path)
     got = planned("tiny", "h200", tmp_path)
     assert (got.corpus.vocab, got.corpus.train_tokens, got.corpus.val_tokens) == (4000, 900_000, 50_000)
     assert not got.corpus.assumed
     assert planned("tiny", "h200", tmp_path, **{"data.tokenizer": "bytes"}).corpus.assumed  # made by another tokenizer
 
 
-def prepared_store(tmp_path, name="stdlib-1", **made):
+def prepared_store(tmp_path):
     """A store of the standard library, and the settings that it was made with."""
     extents = {"train": (Extent("train-0", 0, 900_000),), "val": (Extent("val-0", 0, 50_000),)}
-    folder = tmp_path / "stores" / name
+    folder = tmp_path / "stores" / "stdlib-1"
     folder.mkdir(parents=True)
     Index("f", "stdlib", "t", 4000, 3999, "<u2", 10, 3_000_000, **extents).write(str(folder))
-    plan = {"limit": None, "column": "text", "val": 0.05, "split": "documents", "split_seed": 2357}
-    (folder / "plan.json").write_text(json.dumps(plan | made))
-    return folder
+    made = {"limit": None, "column": "text", "val": 0.05, "split": "documents", "split_seed": 2357}
+    (folder / "plan.json").write_text(json.dumps(made))
 
 
 @pytest.mark.parametrize(
@@ -231,6 +227,9 @@ def test_a_damaged_store_of_another_text_is_left_out_with_a_note(tmp_path):
     assert got.corpus.train_tokens == 900_000
     [note] = got.corpus.assumed
     assert "other-1/index.json is damaged" in note
+    texts = [{"source": source, "weight": 1} for source in ("stdlib", "wikitext-103")]
+    two = planned("tiny", "h200", tmp_path, **{"data.source": texts})
+    assert sum("other-1/index.json is damaged" in note for note in two.corpus.assumed) == 1
 
 
 def test_more_workers_than_a_target_has_room_for_are_said(tmp_path):
@@ -250,7 +249,7 @@ def test_every_validation_of_a_run_takes_time(tmp_path):
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(12, {1, 2, 3, 4, 6}), (16, {1, 2, 4, 8}), (1, {1})])
-def test_a_search_tries_each_tensor_axis_within_a_node(tmp_path, count, sizes):
+def test_a_search_tries_each_tensor_axis_within_a_node(count, sizes):
     every = list(meshes(load_recipe("gpt2-124m"), count))
     assert {mesh["tensor"] for mesh in every} == sizes
     assert all(prod(mesh.values()) == count for mesh in every)
