@@ -89,7 +89,9 @@ def usual_work(engine: str, preset: str | None = None, overrides: Sequence[str] 
     if _devices(engine).is_accelerated():
         return Work(engine, preset or "gpt2", overrides=tuple(overrides))
     small = Work(engine, preset, 12, 64, overrides=tuple(overrides))
-    return small if preset else replace(small, vocab=CHARACTERS, overrides=(*NANOGPTS_CPU_MODEL, *overrides))
+    if preset or any(word.startswith("model.depth=") for word in overrides):  # which sets layers, heads and width
+        return small
+    return replace(small, vocab=CHARACTERS, overrides=(*NANOGPTS_CPU_MODEL, *overrides))
 
 
 def measure(work: Work) -> dict[str, Any]:

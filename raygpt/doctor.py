@@ -12,6 +12,7 @@ from typing import NamedTuple
 from raygpt.engines import devices_of
 from raygpt.errors import RaygptError, first_line
 
+PACKAGES = {"JAX": "jax", "PyTorch": "torch"}
 MIN_FREE_DISK = 10 * 2**30
 MIN_SHARED_MEMORY = 2 * 2**30  # Ray's object store is there
 
@@ -46,9 +47,9 @@ def _python() -> Finding:
 
 def _hardware() -> Finding:
     from raygpt.formatting import size
-    from raygpt.host import host_memory
+    from raygpt.host import cores, host_memory
 
-    return Finding("CPU", "ok", f"{os.cpu_count()} cores, {size(host_memory())} of memory")
+    return Finding("CPU", "ok", f"{cores()} cores, {size(host_memory())} of memory")
 
 
 def _version(package: str) -> str | None:
@@ -66,7 +67,7 @@ def _jax() -> Iterator[Finding]:
     try:
         here = devices_of("jax")
     except Exception as error:
-        yield _not_imported("JAX", version, error, "raygpt")
+        yield _not_imported("JAX", version, error)
         return
     try:
         names = here.names()
@@ -88,12 +89,14 @@ def _torch() -> Iterator[Finding]:
     try:
         yield Finding("PyTorch", "ok", f"{version}, {devices_of('torch').names()[0]}")
     except Exception as error:
-        yield _not_imported("PyTorch", version, error, "'raygpt[torch]'")
+        yield _not_imported("PyTorch", version, error)
 
 
-def _not_imported(name: str, version: str, error: Exception, package: str) -> Finding:
+def _not_imported(name: str, version: str, error: Exception) -> Finding:
     """Of an engine that is installed: it misses a library, or is of another version than one that it needs."""
-    return Finding(name, "problem", f"{version}: {first_line(error)}", f"pip install --force-reinstall {package}")
+    return Finding(
+        name, "problem", f"{version}: {first_line(error)}", f"pip install --force-reinstall {PACKAGES[name]}"
+    )
 
 
 def _ray() -> Finding:

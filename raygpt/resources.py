@@ -38,7 +38,10 @@ def resources_of_worker(
         defaults["TPU"] = _chips_of_host(cluster, nodes)
     else:
         defaults["memory"] = memory
-    return defaults | cluster.resources_per_worker
+    wanted = defaults | cluster.resources_per_worker
+    if not any(wanted.values()):
+        raise RaygptError("cluster.resources_per_worker: with nothing a worker has no place; write e.g. {CPU: 1}")
+    return wanted
 
 
 def _chips_of_host(cluster: Cluster, nodes: Nodes) -> float:

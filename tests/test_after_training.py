@@ -271,6 +271,8 @@ def test_a_run_of_transformers_gpt2_is_read_without_transformers(trained_run, tm
 def test_tasks_are_known_by_name(raygpt, jax_run):
     message = "--task arc: write validation, hellaswag, lambada, or e.g. lambada=FILE.jsonl"
     assert fails(raygpt("eval", jax_run, "--task", "arc")) == message
+    twice = raygpt("eval", jax_run, "--task", "lambada", "--task", "lambada=mine.jsonl")
+    assert fails(twice) == "--task lambada: is given twice; leave one out"
     assert "cannot be read (No such file" in fails(raygpt("eval", jax_run, "--task", "lambada=nowhere.jsonl"))
 
 

@@ -116,6 +116,7 @@ def test_a_key_that_is_an_option_here_is_not_overruled_without_a_word(key, inste
 def test_a_preset_is_measured_on_a_cpu_if_asked_for():
     assert bench.usual_work("jax").recipe.model.layers == 4
     assert bench.usual_work("jax", "gpt2-medium").recipe.model.layers == 24
+    assert bench.usual_work("jax", None, ["model.depth=6"]).recipe.model.layers == 6
 
 
 def test_an_engine_that_is_not_here_is_named_with_the_extra_that_brings_it(monkeypatch):

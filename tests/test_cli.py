@@ -163,7 +163,7 @@ def test_doctor_says_of_an_engine_that_cannot_be_imported_what_to_do(raygpt, mon
     status, out, _ = raygpt("doctor", "--json")
     findings = {finding["name"]: finding for finding in json.loads(out)}
     assert status == 0
-    for name, package in (("JAX", "raygpt"), ("PyTorch", "'raygpt[torch]'")):
+    for name, package in (("JAX", "jax"), ("PyTorch", "torch")):
         assert findings[name]["state"] == "problem"
         assert findings[name]["detail"].endswith(": libcudnn.so.9: cannot open")
         assert findings[name]["remedy"] == f"pip install --force-reinstall {package}"

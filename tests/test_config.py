@@ -287,6 +287,9 @@ def test_an_unknown_name_is_answered_with_the_nearest_shipped_one() -> None:
     listing = "`raygpt recipes` lists them; a file ends in .yaml"
     assert refusal("tny") == f"no recipe is called 'tny'; did you mean 'tiny'? {listing}"
     assert refusal("shake") == f"no recipe is called 'shake'; did you mean 'shakespeare-char'? {listing}"
+    assert refusal("training.steps=20") == (
+        "'training.steps=20' is a key, not a recipe; write the recipe first, e.g. tiny training.steps=20"
+    )
     assert refusal("xyz") == f"no recipe is called 'xyz'; {listing}"
     assert refusal("TINY") == f"no recipe is called 'TINY'; did you mean 'tiny'? {listing}"
     for path in ("./tiny", "tiny.yaml", "recipes/tiny.yaml"):

@@ -246,6 +246,10 @@ BAD_COMBINATIONS = [
         "training.eval_tasks: 'squad' is no task; write hellaswag or lambada, or e.g. lambada=FILE.jsonl",
     ),
     (
+        {"training.eval_tasks": ["lambada", "lambada=x.jsonl"]},
+        "training.eval_tasks: lambada is there twice; leave one out",
+    ),
+    (
         {"training.eval_tasks": "lambada="},
         "training.eval_tasks: 'lambada=' is no task; write hellaswag or lambada, or e.g. lambada=FILE.jsonl",
     ),

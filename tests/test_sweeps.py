@@ -12,6 +12,10 @@ import pytest
             "sweep tiny training.steps=20",
             "sweep: there is nothing to try; write e.g. optimizer.learning_rate=1e-3,2e-3",
         ),
+        (
+            "sweep tiny training.on_spike=skip,stop",
+            "training.on_spike: is not swept, as it says where or how a run works",
+        ),
         ("sweep tiny optimizer.rate=1,2", "unknown key 'optimizer.rate'; did you mean"),
         ("sweep tiny optimizer.learning_rate=0.01,-1", "optimizer.learning_rate: '-1' should be greater than 0"),
         ("sweep tiny optimizer.learning_rate=log:0..1", "log: needs two numbers above 0, the lower first"),

@@ -168,7 +168,7 @@ def eval_(
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Use only the first N items of each task.")
+        int | None, typer.Option(min=1, metavar="N", help="Use only the first N items of hellaswag and lambada.")
     ] = None,
     step: Step = None,
     latest: Latest = False,
@@ -181,7 +181,9 @@ def eval_(
     from raygpt.show import results
 
     _refuse_two_checkpoints(step, latest)
-    chosen = suite.choose(task or ["validation"])
+    chosen = suite.choose(task or [suite.VALIDATION])
+    if limit and set(chosen) == {suite.VALIDATION}:
+        raise RaygptError("--limit: is for hellaswag and lambada, validation takes all of its text; name a --task")
     loaded = load(open_run(run), step, best=not latest)
     with results.evaluating() as watch:
         scores = suite.evaluate(loaded, chosen, limit, watch)
@@ -204,9 +206,13 @@ def _folder(run: str, cluster: str | None) -> str:
 @app.command()
 def runs(
     storage: Annotated[
-        str, typer.Argument(metavar="STORAGE", help="The folder or s3:// address of the runs.")
-    ] = "runs",
-    cluster: OnCluster = None,
+        str | None,
+        typer.Argument(metavar="STORAGE", help="The folder or s3:// address of the runs.", show_default="runs"),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="List what was submitted to this Ray cluster, e.g. http://head:8265."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List runs: how far they are, how fast, and whether they are running, finished, stopped or failed."""
@@ -214,6 +220,8 @@ def runs(
     from raygpt.show import results
 
     if cluster is not None:
+        if storage is not None:
+            raise RaygptError(f"{storage}: a cluster lists the runs of its jobs; leave it out, or leave --cluster out")
         from dataclasses import asdict
 
         from raygpt.jobs import JobServer
@@ -224,7 +232,7 @@ def runs(
         else:
             results.show_jobs(jobs, cluster)
         return
-    found = status_of_all(storage)
+    found = status_of_all(storage or "runs")
     if as_json:
         print_json(found)
     else:

@@ -129,13 +129,15 @@ def _plan_sweep(
     recipe: str, axes: list["Axis"], overrides: list[str], target: "Target", price: float | None, as_json: bool
 ) -> None:
     from raygpt.planning.corpus import look_up
+    from raygpt.planning.forecast import with_steps
     from raygpt.show import console
     from raygpt.show import sweep as shown
     from raygpt.sweep import forecast, grid
 
     base = grid.base_of_sweep(recipe, overrides, axes, console.note)
     corpus = look_up(base.data, base.run.storage, target.is_here)
-    planned = grid.plan_sweep(recipe, overrides, axes, corpus.windows, False)
+    with_steps(base, corpus)
+    planned = grid.plan_sweep(recipe, overrides, axes, corpus.windows, is_whole=False)
     seconds = forecast.sweep_seconds(planned, forecast.forecasts(planned, target, corpus), 1)
     cost = None if price is None else price * target.count * seconds / 3600
     if as_json:
@@ -171,12 +173,15 @@ def sweep(
     from raygpt.sweep import grid
     from raygpt.sweep.forecast import seconds_here
     from raygpt.sweep.runner import prepare_corpus
-    from raygpt.sweep.values import divide
+    from raygpt.sweep.values import divide, not_swept
     from raygpt.training import prepared
     from raygpt.training.ray import launch
 
     axes, overrides = divide(words)
     if not axes:
+        for key, _, text in (word.partition("=") for word in overrides):
+            if "," in text:
+                raise not_swept(key)
         raise RaygptError("sweep: there is nothing to try; write e.g. optimizer.learning_rate=1e-3,2e-3,4e-3")
     base = grid.base_of_sweep(recipe, overrides, axes, console.note)
     grid.check_trials(recipe, overrides, axes)
@@ -264,7 +269,8 @@ def prepare(
     split_seed: Annotated[int, typer.Option(help="Decides which documents are held out.")] = 2357,
     column: Annotated[str, typer.Option(help="The field of jsonl and parquet that holds the text.")] = "text",
     limit: Annotated[
-        int | None, typer.Option(metavar="N", help="Read only the first N rows: lines of text, rows of a table.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Read only the first N rows: lines of text, rows of a table."),
     ] = None,
     scatter: Annotated[
         bool | None,

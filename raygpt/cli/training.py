@@ -213,7 +213,7 @@ def deploy(
     target: Annotated[
         str, typer.Option(help="kubernetes (any, with KubeRay), gke, eks, aks, or slurm.")
     ] = "kubernetes",
-    out: Annotated[str, typer.Option(metavar="DIR", help="Where to write the files.")] = "deploy-NAME",
+    out: Annotated[str, typer.Option(metavar="DIR", help="Where to write the files.", show_default="deploy-NAME")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Explain each block, and write nothing.")] = False,
     image: Annotated[
         str | None,
@@ -292,7 +292,7 @@ def deploy(
         else:
             results.show_blocks(blocks)
     else:
-        folder = out.replace("NAME", deployment.name)
+        folder = out or f"deploy-{deployment.name}"
         written, steps = files.write(deployment, folder), files.next_steps(deployment, folder)
         if as_json:
             print_json({"files": written, "next": steps})

@@ -5,6 +5,7 @@ are written dotted in overrides and in errors: `training.steps`. Validators rais
 included; `load_recipe` turns it into a RaygptError.
 """
 
+from collections.abc import Mapping
 from math import gcd
 from typing import Annotated, Any, Literal, Self
 
@@ -132,17 +133,35 @@ class Recipe(Part):
 
     @model_validator(mode="after")
     def _mesh_divides_model(self) -> Self:
-        mesh, model = self.cluster.mesh, self.model
-        for axis, size, key, whole in (
-            ("tensor", mesh.tensor, "heads", model.heads),
-            ("tensor", mesh.tensor, "kv_heads", model.key_heads),
-            ("tensor", mesh.tensor, "hidden", model.size_of_hidden),
-            ("context", mesh.context, "context", model.context),
-        ):
-            if size > 0 and whole % size:
-                wrong = f"cluster.mesh.{axis}: {size} does not divide model.{key} {whole}"
-                raise ValueError(f"{wrong}; write {gcd(size, whole)}")
+        mesh = self.cluster.mesh.sizes()
+        if indivisible := self.indivisible(mesh):
+            axis, key, whole = indivisible
+            wrong = f"cluster.mesh.{axis}: {mesh[axis]} does not divide model.{key} {whole}"
+            raise ValueError(f"{wrong}; write {gcd(mesh[axis], whole)}")
         return self
+
+    def indivisible(self, mesh: Mapping[str, int]) -> tuple[str, str, int] | None:
+        """An axis of a mesh that does not divide the model, with the key and its value; None if all do."""
+        model = self.model
+        divided = (
+            ("tensor", "heads", model.heads),
+            ("tensor", "kv_heads", model.key_heads),
+            ("tensor", "hidden", model.size_of_hidden),
+            ("context", "context", model.context),
+        )
+        return next((one for one in divided if mesh[one[0]] > 0 and one[2] % mesh[one[0]]), None)
+
+    def mesh_over(self, devices: int, remedy: str = "change cluster.workers") -> dict[str, int]:
+        """Axis -> devices along it, of so many in all; an axis that is -1 takes what is left, if that divides the
+        model. `remedy` is how their number is changed."""
+        mesh = self.cluster.mesh.over(devices, remedy)
+        if indivisible := self.indivisible(mesh):
+            axis, key, whole = indivisible
+            raise RaygptError(
+                f"cluster.mesh.{axis}: {mesh[axis]} devices are left for it, which do not divide model.{key} {whole}; "
+                f"write {gcd(mesh[axis], whole)}"
+            )
+        return mesh
 
     @property
     def longest_warmup(self) -> int | None:

@@ -64,9 +64,9 @@ class Mesh(Part):
         sizes = {axis: devices // fixed if size == -1 else size for axis, size in self.sizes().items()}
         if prod(sizes.values()) != devices:
             wanted = " × ".join(f"{axis}={size}" for axis, size in self.sizes().items() if size != 1) or "data=1"
+            change = "change one" if -1 in self.sizes().values() else "write -1 for the axis that takes what is left"
             raise RaygptError(
-                f"cluster.mesh: {wanted} does not multiply to the {devices} devices there are; "
-                f"write -1 for the axis that takes what is left, or {remedy}"
+                f"cluster.mesh: {wanted} does not multiply to the {devices} devices there are; {change}, or {remedy}"
             )
         return sizes
 
@@ -101,7 +101,7 @@ class Cluster(Part):
         None, description="The model by Ray's name, e.g. H100 or TPU-V6E; null takes any. A TPU slice needs it."
     )
     topology: str | None = Field(None, description="Chips of a TPU slice along each axis, e.g. 4x4.")
-    resources_per_worker: dict[str, Number] = Field(
+    resources_per_worker: dict[str, Annotated[Number, Field(ge=0)]] = Field(
         {}, description="Resources by Ray's names; unless given, 1 CPU, and 1 GPU or the chips of a TPU's host."
     )
     placement: Literal["auto", "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
@@ -111,7 +111,7 @@ class Cluster(Part):
         {}, exclude=True, description="Ray's runtime environment for the workers, e.g. {env_vars: {NAME: value}}."
     )
     max_faults: Integer = Field(
-        100, ge=0, description="How often lost workers are restarted; a lost node does not count."
+        100, ge=0, description="How often lost workers are restarted; a node that was announced to go does not count."
     )
     mesh: Mesh = Field(Mesh(), description="How the devices of all workers are arranged.")
 

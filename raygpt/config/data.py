@@ -60,7 +60,6 @@ class Data(Part):
     limit: Annotated[Integer, Field(gt=0)] | None = Field(
         None, description="Use only the first rows of each source: lines of text, rows of jsonl and parquet."
     )
-
     scatter: bool | None = Field(
         None, description="Spread documents over the shards at random; by default from 1 GB of text up."
     )

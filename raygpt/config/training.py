@@ -36,6 +36,7 @@ def _listed(value: object) -> object:
 def _task_names(names: object) -> object:
     """Refuse unknown tasks."""
     names = _listed(names)
+    seen = set()
     for name in names if isinstance(names, list | tuple) else []:
         task, equals, path = str(name).partition("=")
         refuse_credentials("training.eval_tasks", path)
@@ -43,6 +44,9 @@ def _task_names(names: object) -> object:
             raise ValueError(
                 f"training.eval_tasks: {shown(name)} is no task; write {' or '.join(TASKS)}, or e.g. lambada=FILE.jsonl"
             )
+        if task in seen:
+            raise ValueError(f"training.eval_tasks: {task} is there twice; leave one out")
+        seen.add(task)
     return names
 
 

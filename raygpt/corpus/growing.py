@@ -62,8 +62,8 @@ class GrowingStream(TokenStream):
     def _until(self, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self._patience
         while not done():
-            if storage.exists(reason := storage.join(self.folder, FAILED)):
-                raise RaygptError(storage.read_bytes(reason).decode())
+            if failure := storage.read_json(storage.join(self.folder, FAILED)):
+                raise (TransientError if failure["is_transient"] else RaygptError)(failure["error"])
             if time.monotonic() > deadline:
                 raise TransientError(
                     f"{self.folder}: no new shard for {self._patience:.0f} s; prepare has stopped, run it again"

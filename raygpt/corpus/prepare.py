@@ -204,7 +204,8 @@ class Background:
         try:
             run(self._job, self._folder, self._report, self._cpus)
         except BaseException as error:  # any error: otherwise readers would wait for ever
-            storage.write_bytes(self._failed, first_line(error).encode())
+            failure = {"error": first_line(error), "is_transient": isinstance(error, TransientError)}
+            storage.write_json(self._failed, failure)
 
     def _report(self, progress: Progress) -> None:
         if self._stopped.is_set():

@@ -35,7 +35,7 @@ from raygpt.errors import RaygptError
 STORES = "stores"  # beside the runs, which share the prepared tokens
 TRIALS = "trials.json"  # in a folder of runs that one sweep trains
 PLAN = "plan.json"
-FAILED = "failed.txt"  # why prepare stopped, for readers of an incomplete store
+FAILED = "failed.json"  # why prepare stopped, for readers of an incomplete store
 
 
 def stores_of(home: str) -> str:

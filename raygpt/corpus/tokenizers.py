@@ -21,11 +21,8 @@ from raygpt.errors import RaygptError, first_line
 
 FILE_NAME = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
-ENDS = (
-    END_OF_TEXT,
-    "<|end_of_text|>",
-    "<|bos|>",
-)  # what separates documents: GPT-2's and Qwen's, Llama 3's, NanoChat's
+# What separates documents: GPT-2's and Qwen's, Llama 3's, NanoChat's.
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|bos|>")
 # GPT-2's words, with possessive quantifiers: the same words, found without backtracking
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 NO_GPT2_FILES = (

@@ -14,7 +14,6 @@ from raygpt.deploy.names import NAME_LENGTH, mebibytes
 from raygpt.deploy.options import Options, check_options
 from raygpt.deploy.tpu import Slice, slice_of
 from raygpt.errors import RaygptError
-from raygpt.recipes import check_part
 from raygpt.storage import is_remote
 
 MOUNT = "/storage"  # of the volume, in every pod
@@ -194,7 +193,7 @@ def _placed(recipe: Recipe, options: Options, accelerator: str) -> Recipe:
         # The node selector sees to the model of the GPU. Ray Train would ask the autoscaler for accelerator_type:H100
         # as well: running nodes have that resource, but the autoscaler does not expect it of new pods and adds none.
         explicit["accelerator_type"] = None
-    cluster = check_part("cluster", recipe.cluster.model_dump() | explicit)
+    cluster = recipe.cluster.model_copy(update=explicit)
     return recipe.model_copy(update={"cluster": cluster, "run": recipe.run.model_copy(update={"storage": home})})
 
 

@@ -27,7 +27,7 @@ def precision_of(run: str) -> str:
 
 
 def momentum(settings: Optimizer, updates: Any) -> Any:
-    """That of the update after `updates` others, an array of no axes: it rises in a line."""
+    """The momentum of the update that follows `updates` others, an array without axes: it rises linearly at first."""
     first, warmup = min(FIRST_MOMENTUM, settings.momentum), max(1, settings.momentum_warmup)
     share = (updates / warmup).clip(max=1) if settings.momentum_warmup else 1.0
     return first + (settings.momentum - first) * share

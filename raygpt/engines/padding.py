@@ -12,14 +12,18 @@ def padded_vocab(vocab: int) -> int:
     return -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def pad_windows(windows: NDArray[np.int32], longest: int, multiple: int = 1) -> NDArray[np.int32]:
-    """Windows [rows, time + 1] padded with zeros: the rows to a power of two, the time to a bucket.
+def pad_windows(
+    windows: NDArray[np.int32], longest: int, row_shards: int = 1, time_shards: int = 1
+) -> NDArray[np.int32]:
+    """Windows [rows, time + 1] padded with zeros: the rows to a power of two, the time to a bucket, or a little more
+    where that does not divide into shards.
 
     Padding is after or below the data, which does not depend on it.
     """
     rows, time = len(windows), windows.shape[1] - 1
-    padded = -(-(1 << (rows - 1).bit_length()) // multiple) * multiple
-    return np.pad(windows, ((0, padded - rows), (0, bucket(time, longest) - time)))
+    padded = -(-(1 << (rows - 1).bit_length()) // row_shards) * row_shards
+    longer = -(-bucket(time, longest) // time_shards) * time_shards
+    return np.pad(windows, ((0, padded - rows), (0, longer - time)))
 
 
 def bucket(length: int, longest: int) -> int:

@@ -1,6 +1,6 @@
 """Generates samples from the recipe's prompts: with the same seed at each evaluation, so that they can be compared."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,17 @@ from raygpt.inference.sampling import Decoder, encode_prompt, sample
 TOKENS = 200  # new tokens, if the context has room for them
 
 
-def write(model: Decoder, state: Any, tokenizer: Tokenizer, prompts: Sequence[str], seed: int) -> list[str]:
+def write(
+    model: Decoder,
+    state: Any,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    seed: int,
+    part_done: Callable[[], None] = lambda: None,
+) -> list[str]:
     """A text for each prompt, including it; without prompts, one text that starts a document.
 
-    Prompts of the same length are continued in one batch.
+    Prompts of the same length are continued in one batch, after which `part_done` is called.
     """
     encoded = encode(tokenizer, prompts, model.context)
     written: dict[int, str] = {}
@@ -25,6 +32,7 @@ def write(model: Decoder, state: Any, tokenizer: Tokenizer, prompts: Sequence[st
         alike = [number for number, ids in enumerate(encoded) if len(ids) == length]
         drawn = sample(model, state, np.stack([encoded[number] for number in alike]), TOKENS, seed=seed)
         written |= {number: tokenizer.decode(ids.tolist()) for number, ids in zip(alike, drawn, strict=True)}
+        part_done()
     return [prompt + written[number] for number, prompt in enumerate(prompts or [""])]
 
 

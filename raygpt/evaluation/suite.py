@@ -13,10 +13,13 @@ Chosen = Mapping[str, str | None]  # name -> file of its items, if one was named
 
 def choose(names: Sequence[str]) -> Chosen:
     """["hellaswag=items.jsonl"] -> {"hellaswag": "items.jsonl"}; refuses unknown names."""
-    known = [VALIDATION, *TASKS]
+    known, seen = [VALIDATION, *TASKS], set()
     for name, equals, path in (word.partition("=") for word in names):
         if name not in known or (equals and (name == VALIDATION or not path)):
             raise RaygptError(f"--task {name}{equals}{path}: write {', '.join(known)}, or e.g. lambada=FILE.jsonl")
+        if name in seen:
+            raise RaygptError(f"--task {name}: is given twice; leave one out")
+        seen.add(name)
     return tasks.choose(names)
 
 

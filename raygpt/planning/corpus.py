@@ -30,7 +30,8 @@ class Corpus:
     assumed: tuple[str, ...] = ()
 
     def windows(self, context: int) -> int:
-        """How many windows it has to train on; more than any run takes where that is unknown."""
+        """How many windows it has to train on. Where that is unknown, more than any run takes: runs in epochs are
+        refused then."""
         return window_count(self.train_tokens or 10**12, context)
 
 

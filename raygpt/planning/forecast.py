@@ -14,7 +14,7 @@ from raygpt.planning.loss import Laws, Loss, read_laws
 from raygpt.planning.memory import Memory, step_memory
 from raygpt.planning.micro_batch_size import Split, split_batch
 from raygpt.planning.step_time import StepTime, step_time
-from raygpt.planning.target import NAME_OTHERS, Target, devices_on, precision_on, worker_keys
+from raygpt.planning.target import NAME_OTHERS, Target, devices_on, precision_on, this_cpu, worker_keys
 from raygpt.training.totals import in_steps
 
 START_S = 60.0  # Ray, compiling, the first batch
@@ -54,7 +54,7 @@ class Forecast:
 
     @property
     def mesh(self) -> dict[str, int]:
-        return self.recipe.cluster.mesh.over(self.devices.count)
+        return self.recipe.mesh_over(self.devices.count)
 
     @property
     def tokens(self) -> int:
@@ -173,12 +173,14 @@ def forecast(
 ) -> Forecast:
     """The forecast of a recipe. Unless they are given, its corpus and scaling laws are looked up beside its runs, and
     devices are what an engine would find."""
+    if target.is_here and recipe.cluster.accelerator == "cpu" and target.device.platform != "cpu":
+        target = Target(this_cpu(), 1)  # the recipe leaves this machine's GPUs alone
     corpus = corpus or look_up(recipe.data, recipe.run.storage, target.is_here)
     laws = read_laws(recipe.run.storage) if laws is None else laws
-    known = _with_steps(recipe, corpus)
+    known = with_steps(recipe, corpus)
     devices = devices or devices_on(known, target)
     split, fits = _split(known, corpus.vocab, devices)
-    mesh = known.cluster.mesh.over(devices.count)
+    mesh = known.mesh_over(devices.count)
     precision = precision_on(known, target)
     seconds = step_time(known, corpus.vocab, devices, target, mesh, split.micro_rows, split.accumulation, precision)
     description = describe(known.model, corpus.vocab)
@@ -195,7 +197,7 @@ def _split(recipe: Recipe, vocab: int, devices: Devices) -> tuple[Split, bool]:
         split = split_batch(recipe, vocab, devices)
         return split, split.memory_bytes <= devices.memory_bytes
     except RaygptError:
-        mesh = recipe.cluster.mesh.over(devices.count, NAME_OTHERS)  # raises itself if that is what was wrong
+        mesh = recipe.mesh_over(devices.count, NAME_OTHERS)  # raises itself if that is what was wrong
     across = mesh["data"] * mesh["fsdp"]
     rows_each = -(-recipe.rows // across)
     accumulation = recipe.training.accumulation or rows_each
@@ -204,7 +206,8 @@ def _split(recipe: Recipe, vocab: int, devices: Devices) -> tuple[Split, bool]:
     return Split(recipe.rows, rows * across, accumulation, devices.count, memory), False
 
 
-def _with_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
+def with_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
+    """The recipe with its lengths in steps; refuses one in epochs of a corpus whose length is unknown."""
     training = recipe.training
     if corpus.train_tokens is None and (key := training.in_epochs):
         every = [name for name in ("eval_every", "checkpoint_every") if getattr(training, name) == "epoch"]

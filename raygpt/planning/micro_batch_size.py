@@ -41,7 +41,7 @@ class Split:
 def split_batch(recipe: Recipe, vocab: int, devices: Devices) -> Split:
     """Split into as few micro-batches as fit into the devices' memory, or into as many as the recipe says. Refuses a
     model that does not fit even with one row at a time."""
-    mesh = recipe.cluster.mesh.over(devices.count)
+    mesh = recipe.mesh_over(devices.count)
     least = step_memory(recipe, vocab, devices, mesh, 1, 1)
     if least.total > devices.memory_bytes:
         raise RaygptError(_does_not_fit(recipe, vocab, devices, least))
@@ -57,11 +57,20 @@ def split_batch(recipe: Recipe, vocab: int, devices: Devices) -> Split:
 def _fewest(recipe: Recipe, vocab: int, devices: Devices, mesh: Mapping[str, int], rows_each: int) -> int:
     """The fewest micro-batches that fit, each of as many rows; one row at a time if none do."""
     room = devices.memory_bytes * FILLED[devices.platform]
-    low, high = 1, rows_each  # accumulations: memory falls as they rise
+
+    def fits(accumulation: int) -> bool:
+        rows = -(-rows_each // accumulation)
+        return step_memory(recipe, vocab, devices, mesh, rows, accumulation).total <= room
+
+    if fits(1):
+        return 1
+    low, high = (
+        min(2, rows_each),
+        rows_each,
+    )  # memory falls as they rise, but for the sum of gradients that a second needs
     while low < high:
         middle = (low + high) // 2
-        fits = step_memory(recipe, vocab, devices, mesh, -(-rows_each // middle), middle).total <= room
-        low, high = (low, middle) if fits else (middle + 1, high)
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
     return low
 
 

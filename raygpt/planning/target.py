@@ -198,7 +198,7 @@ def devices_on(recipe: Recipe, target: Target) -> Devices:
         return cpu_devices(recipe, 1, 1, cores(), device.memory)
     if device.platform == "tpu" and recipe.engine == "torch":
         raise RaygptError(f"--on {target.name}: engine torch knows no TPU; write engine=jax")
-    precision, mesh = precision_on(recipe, target), recipe.cluster.mesh.over(target.count, NAME_OTHERS)
+    precision, mesh = precision_on(recipe, target), recipe.mesh_over(target.count, NAME_OTHERS)
     setup = device.platform, device.capability, precision, mesh, recipe.model
     is_jax = recipe.engine == "jax"
     scanned = choices.scans(training.compile, device.platform, recipe.model.layers)

@@ -109,6 +109,8 @@ def _read(name: str) -> str:
     """The YAML of that name or at that path."""
     if name.startswith("-"):
         raise RaygptError(explain_option(name))
+    if re.match(r"[a-z_]+\.[a-z_.]+=", name):
+        raise RaygptError(f"{shown(name)} is a key, not a recipe; write the recipe first, e.g. tiny {name}")
     if "/" not in name and not name.endswith((".yaml", ".yml")):
         return recipe_text(name)
     try:

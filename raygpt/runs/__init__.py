@@ -7,7 +7,6 @@
 Nothing here imports an engine or Ray.
 """
 
-import contextlib
 import itertools
 import re
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from raygpt import storage
 from raygpt.config import Recipe, Run
 from raygpt.corpus import tokenizers
 from raygpt.corpus.tokenizers import Tokenizer
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, StorageError
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints, metrics, records
 from raygpt.runs.checkpoints import Checkpoint
@@ -94,8 +93,12 @@ class OpenRun:
             return checkpoints.find(self.folder, step)
         candidates = checkpoints.best_first(self.steps, self.val_losses) if best else []
         for candidate in dict.fromkeys([*candidates, *reversed(self.steps)]):
-            with contextlib.suppress(RaygptError):  # skip damaged ones
+            try:
                 return checkpoints.find(self.folder, candidate)
+            except StorageError:
+                raise  # it may be intact
+            except RaygptError:
+                continue  # damaged
         unfinished = ", ".join(map(str, self._folders))
         begun = f" (unfinished or damaged: {unfinished})" if unfinished else ""
         raise RaygptError(f"{self.folder} has no complete checkpoint{begun}; train it further: raygpt train")
@@ -107,7 +110,7 @@ class OpenRun:
 
 def has_taken_steps(folder: str) -> bool:
     """Whether a run has anything to lose: a checkpoint, complete or not, or the metrics of a step."""
-    return bool(checkpoints.folders(folder)) or any(line["step"] > 0 for line in metrics.read(folder))
+    return bool(checkpoints.folders(folder)) or any("loss" in line for line in metrics.read(folder))
 
 
 def forget_start(folder: str) -> None:

@@ -73,18 +73,24 @@ def commit(folder: str, step: int, facts: dict[str, Any], files: dict[str, Any])
 
 
 def make_room(run_folder: str, step: int) -> None:
-    """Remove a damaged or incomplete checkpoint from where a new one is about to be written."""
+    """Remove a damaged checkpoint from where a new one is about to be written, and what failed saves have left: the
+    storage may be full of it. Call it only while no save is running."""
     _remove(folder_of(run_folder, step))
+    _remove_uncommitted(run_folder)
     storage.make_folder(storage.join(run_folder, FOLDER))
 
 
 def remove_unfinished(run_folder: str) -> None:
     """Remove what interrupted saves have left. Call it only while no save is running."""
+    _remove_uncommitted(run_folder)
+    storage.delete_folder(str(parts_folder(run_folder)))
+
+
+def _remove_uncommitted(run_folder: str) -> None:
     committed = {step for step, _ in _committed(run_folder)}
     for step, folder in _all(run_folder):
         if step not in committed:
             storage.delete_folder(folder)
-    storage.delete_folder(str(parts_folder(run_folder)))
 
 
 def parts_folder(run_folder: str) -> Path:

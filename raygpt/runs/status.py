@@ -7,7 +7,7 @@ from typing import Any
 
 from raygpt import storage
 from raygpt.config import PRESETS
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, first_line
 from raygpt.models import describe
 from raygpt.runs import RECIPE, OpenRun, checkpoints, open_run, records
 from raygpt.runs.lock import lock_owner
@@ -21,23 +21,22 @@ KEYS = ("step", "steps", "loss", "val_loss", "tokens_per_s", "mfu")
 def status_of_all(home: str) -> list[Facts]:
     """A summary of each run directly below a path, the most recently active first."""
     home = storage.absolute(home).rstrip("/")
-    names = [name for name in storage.folders(home) if storage.exists(storage.join(home, name, RECIPE))]
-    if not names:
+    found = [facts for name in storage.folders(home) if (facts := _status_or_reason(storage.join(home, name)))]
+    if not found:
         hint = "; it is a run itself: raygpt show" if storage.exists(storage.join(home, RECIPE)) else ""
         raise RaygptError(f"there are no runs in {home}{hint or '; name the folder that raygpt train put them in'}")
-    found = [_status_or_reason(storage.join(home, name)) for name in names]
     return sorted(found, key=lambda facts: facts["last_seen"] or 0, reverse=True)
 
 
-def _status_or_reason(folder: str) -> Facts:
-    """The summary of a run, or the reason if its files cannot be read; the other runs are still shown."""
-    run = open_run(folder)
+def _status_or_reason(folder: str) -> Facts | None:
+    """The summary of a run, or the reason if its files cannot be read; the other runs are still shown. None for a
+    folder that is no run."""
     try:
-        return status(run)
-    except (RaygptError, ValueError, KeyError) as error:
-        why = str(error).partition("\n")[0]
+        return status(open_run(folder)) if storage.exists(storage.join(folder, RECIPE)) else None
+    except (RaygptError, OSError, ValueError, KeyError) as error:
         empty = dict.fromkeys(("engine", "model", *KEYS, "last_seen"))
-        return {"name": run.name, "folder": folder, **empty, "state": "unreadable", "why": why}
+        why = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
+        return {"name": folder.rpartition("/")[2], "folder": folder, **empty, "state": "unreadable", "why": why}
 
 
 def status(run: OpenRun) -> Facts:

@@ -6,6 +6,7 @@ It knows nothing of Ray: a model is anything with `Backend`'s methods.
 import asyncio
 import contextlib
 import json
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -157,10 +158,13 @@ class Server:
         return model, completion
 
     async def models(self, http: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [await _listed(model) for model in self._models.values()]})
+        return JSONResponse(
+            {"object": "list", "data": [_listed(model, await _status(model)) for model in self._models.values()]}
+        )
 
     async def model(self, http: HttpRequest) -> Response:
-        return JSONResponse(await _listed(self._named({"model": http.path_params["name"]})))
+        model = self._named({"model": http.path_params["name"]})
+        return JSONResponse(_listed(model, await _answered(model.backend.status())))
 
     async def tokenize(self, http: HttpRequest) -> Response:
         body = await self._body(http)
@@ -192,9 +196,9 @@ class Server:
 
     async def metrics(self, http: HttpRequest) -> Response:
         for model in self._models.values():
-            status = await _answered(model.backend.status())
+            status = await _status(model)
             for name in ("running", "waiting", "slots", "step"):
-                getattr(self._meters, name).labels(model.name).set(status[name])
+                getattr(self._meters, name).labels(model.name).set(status.get(name, math.nan))
         return Response(self._meters.text(), media_type="text/plain; version=0.0.4")
 
     def _named(self, body: Any) -> Model:
@@ -335,10 +339,18 @@ def _asset(file: str, kind: str) -> Callable[[HttpRequest], Awaitable[Response]]
     return serve
 
 
-async def _listed(model: Model) -> Json:
+def _listed(model: Model, status: Json) -> Json:
     """A model as `/v1/models` lists it, with what the page shows of it."""
     about = {"id": model.name, "object": "model", "owned_by": "raygpt", "max_model_len": model.vocabulary.context}
-    return {**about, **model.facts, **await _answered(model.backend.status())}
+    return {**about, **model.facts, **status}
+
+
+async def _status(model: Model) -> Json:
+    """What a model is doing; nothing while it is not there: the others are."""
+    try:
+        return await _answered(model.backend.status())
+    except RefusedError:
+        return {}
 
 
 async def _answered(call: Awaitable[Json]) -> Json:

@@ -48,6 +48,7 @@ class Batch:
         self._slots, self._context, self._tokenizer = slots, context, tokenizer
         self._most_waiting = most_waiting
         self._waiting: deque[Text] = deque()
+        self._unread: deque[Text] = deque()  # in slots, the prompt not read to its end; in the order in which they came
         self._texts: list[Text | None] = [None] * slots.count
         self._results: deque[Callable[[], None]] = deque()  # of what the device was asked to do
         self._rows = _idle_rows(slots.count, context)
@@ -137,6 +138,7 @@ class Batch:
                 text = self._waiting.popleft()
                 text.slot, text.checkpoint = free.pop(0), self.served
                 self._texts[text.slot] = text
+                self._unread.append(text)
                 self._begin(text)
 
     def _begin(self, text: Text) -> None:
@@ -162,10 +164,11 @@ class Batch:
 
     def _read_part(self) -> bool:
         """The next part of the prompt that has been in its slot for longest, if there is one."""
-        unread = [text for text in self._texts if text and not text.is_read and not text.is_ended]
-        if not unread:
+        while self._unread and (self._unread[0].is_read or self._unread[0].is_ended):
+            self._unread.popleft()
+        if not self._unread:
             return False
-        text = max(unread, key=lambda text: text.read)
+        text = self._unread[0]
         options = text.options
         ids, start, count = part_of(options.prompt, text.read, self._slots.part, self._context)
         hidden = self._slots.read(text.checkpoint.state, text.slot, ids, start)

@@ -83,11 +83,12 @@ def deployed(
 
 
 def _deploy(serve: Any, name: str, options: Options, count: int, each: Resources) -> Backend:
-    threads = {} if each["GPU"] else {"OMP_NUM_THREADS": str(cores())}  # Ray would set as many as CPUs are reserved
+    # Ray would set as many threads as CPUs are reserved, and hides no GPU from replicas that asked for none.
+    environment = {} if each["GPU"] else {"OMP_NUM_THREADS": str(cores()), "CUDA_VISIBLE_DEVICES": ""}
     deployment = serve.deployment(RunModel).options(
         num_replicas=count,
         max_ongoing_requests=(options.slots or max(MOST.values())) + options.waiting + 16,  # the model refuses more
-        ray_actor_options={"num_cpus": each["CPU"], "num_gpus": each["GPU"], "runtime_env": {"env_vars": threads}},
+        ray_actor_options={"num_cpus": each["CPU"], "num_gpus": each["GPU"], "runtime_env": {"env_vars": environment}},
         logging_config={"log_level": "ERROR"},
     )
     try:

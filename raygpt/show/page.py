@@ -3,6 +3,7 @@
 `chart.py` draws every view of every chart; `assets/page.js` chooses the visible ones, and shows values at the pointer.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
@@ -204,7 +205,7 @@ def _legend(runs: Sequence[OpenRun], has_restarts: bool) -> str:
 
 def _differences(runs: Sequence[OpenRun]) -> Iterator[str]:
     recipes = [flat(run.recipe.to_dict()) for run in runs]
-    keys = [key for key in recipes[0] if not key.startswith(("run.name", "run.storage"))]
+    keys = [key for key in dict.fromkeys(itertools.chain(*recipes)) if not key.startswith(("run.name", "run.storage"))]
     rows = [
         [f"<code>{escape(key)}</code>", *(f"<code>{escape(value_text(recipe.get(key)))}</code>" for recipe in recipes)]
         for key in keys

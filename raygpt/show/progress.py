@@ -8,7 +8,7 @@ from raygpt.runs import OpenRun, open_run
 from raygpt.runs.metrics import Line
 from raygpt.runs.status import status
 from raygpt.show.console import out, printable
-from raygpt.show.training import Training
+from raygpt.show.training import TrainingProgress
 from raygpt.training.events import Event, Resumed, StepLogged, Validated
 
 POLL_S = 2.0
@@ -20,7 +20,7 @@ def show_progress(name: str, follow: bool) -> str:
     while True:
         run = open_run(name)  # what it has read is cached, so it is opened again
         facts = status(run)
-        watch = Training(run.total_steps, None)
+        watch = TrainingProgress(run.total_steps, None)
         for line in run.metrics:
             if line["time"] > seen:  # not by number: a run that starts again drops the lines after its checkpoint
                 watch(_event(run, line))

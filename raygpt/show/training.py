@@ -45,13 +45,13 @@ def show_plan(run: "Prepared") -> None:
 
 
 @contextlib.contextmanager
-def live_progress(steps: int) -> Iterator["Training"]:
+def live_progress(steps: int) -> Iterator["TrainingProgress"]:
     """A live line while training in a terminal, a line per event elsewhere."""
     if not out.is_terminal:
-        yield Training(steps, None)
+        yield TrainingProgress(steps, None)
         return
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=out, transient=True) as live:
-        yield Training(steps, live)
+        yield TrainingProgress(steps, live)
 
 
 def show_message(event: Event) -> None:
@@ -72,7 +72,7 @@ def message_text(event: Event) -> str:
     return ""
 
 
-class Training:
+class TrainingProgress:
     """Shows the events of a run, and keeps them in `events`."""
 
     def __init__(self, steps: int | None, live: Progress | None):

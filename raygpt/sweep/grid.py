@@ -207,14 +207,14 @@ def _answer(
 def write_answer(sweep: Sweep, answer: SweepAnswer) -> None:
     """sweep.json and best.yaml."""
     recipe = sweep.recipes[answer.best.name]
-    run = replace_run(sweep, recipe)
+    run = _as_best(sweep, recipe)
     values = ", ".join(f"{key} {value}" for key, value in answer.best.values.items())
     head = f"# {values}: the best of {len(sweep.trials)} trials, with a validation loss of {answer.loss:.4f}.\n"
     storage.write_bytes(storage.join(sweep.folder, BEST), (head + run.to_yaml()).encode())
     storage.write_json(storage.join(sweep.folder, ANSWER), as_dict(answer))
 
 
-def replace_run(sweep: Sweep, recipe: Recipe) -> Recipe:
+def _as_best(sweep: Sweep, recipe: Recipe) -> Recipe:
     """The recipe as a run of its own, beside the sweep."""
     run = sweep.base.run.model_copy(update={"name": f"{sweep.base.run.name}-best"})
     return recipe.model_copy(update={"run": run})

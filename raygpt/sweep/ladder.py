@@ -161,7 +161,8 @@ def _smaller(recipe: Recipe, vocab: int) -> list[Recipe]:
         model = _scaled(recipe, share)
         sizes = [describe(other.model, vocab).count for other in [*models, recipe]]
         count = describe(model.model, vocab).count
-        if count < sizes[-1] and all(count > 1.15 * size for size in sizes[:-1]):
+        is_divisible = not model.indivisible(model.cluster.mesh.sizes())
+        if is_divisible and count < sizes[-1] and all(count > 1.15 * size for size in sizes[:-1]):
             models.append(model)
     return models
 

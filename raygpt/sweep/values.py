@@ -112,7 +112,7 @@ def _values(key: str, text: str) -> tuple[str, ...]:
     """The values of a key that can be swept; none for another key, one where there is nothing to sweep."""
     if key.startswith(FIXED):
         if text.startswith("log:"):
-            raise RaygptError(f"{key}: cannot be swept, because it does not change the loss or changes the text")
+            raise not_swept(key)
         return ()
     if found := RANGE.fullmatch(text):
         return _spread(key, found)
@@ -122,6 +122,11 @@ def _values(key: str, text: str) -> tuple[str, ...]:
     if len(values) > 1 and len({str(_parsed(read_override(value, key))) for value in values}) < len(values):
         raise RaygptError(f"{key}: {shown(text)} has a value twice; write each once")
     return tuple(values)
+
+
+def not_swept(key: str) -> RaygptError:
+    """Of a key that is no axis of a sweep."""
+    return RaygptError(f"{key}: is not swept, as it says where or how a run works, or what it reads, not how it learns")
 
 
 def _parsed(value: Any) -> Any:

@@ -8,7 +8,7 @@ another waits for the metrics of logged steps, and checkpoints are written in th
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -62,7 +62,7 @@ class Loop:
             self._session.emit(Stopped(first))
         else:
             state = self._train(state, first)
-        self._emit_profile(self._profile.close())
+        self._end_profile(self._profile.close)
         self._session.close()
         return state
 
@@ -74,11 +74,11 @@ class Loop:
             if step == first + 1:
                 self._engine.read(metrics)
                 self._log.restart(step)  # the first step includes compilation
-            if self._is_logged(step):
+            if self._logs_at(step):
                 self._log.put(step, metrics)
             orders = self._poll_if_due(step, metrics)
             self._save_if_due(state, step, metrics, orders)
-            if self._is_evaluated(step) and not orders.stop:  # a stopped run evaluates when it is resumed
+            if self._evaluates_at(step) and not orders.stop:  # a stopped run evaluates when it is resumed
                 orders = self._evaluate(state, step, metrics)
             self._saving.raise_error()
             if orders.stop or step == self._last:
@@ -88,10 +88,10 @@ class Loop:
 
     # Which steps
 
-    def _is_logged(self, step: int) -> bool:
+    def _logs_at(self, step: int) -> bool:
         return step % self._training.log_every == 0 or step == self._last
 
-    def _is_evaluated(self, step: int) -> bool:
+    def _evaluates_at(self, step: int) -> bool:
         return step % self._eval_every == 0 or step == self._steps
 
     # The beginning
@@ -106,7 +106,7 @@ class Loop:
         checkpoint = self._newest()
         source = checkpoint or self._spec.start_from
         step = source.step if source else 0
-        is_due = self._is_evaluated(step) or checkpoint is None
+        is_due = self._evaluates_at(step) or checkpoint is None
         if is_due:  # unless it has been evaluated: a run may have been killed between saving and validating
             is_due = bool(self._session.decide(lambda: not checkpoints.is_evaluated(folder, step)))
         self._session.resume(step, is_validated=not is_due)
@@ -162,7 +162,7 @@ class Loop:
         self._spec.faults.strike(step, self._session.rank)
         self._profile.before(step)
         state, metrics = self._engine.step(state, batch)
-        self._emit_profile(self._profile.after(step, partial(self._engine.read, metrics)))
+        self._end_profile(lambda: self._profile.after(step, partial(self._engine.read, metrics)))
         self._taken = step
         self._session.beat(step)
         return state, metrics
@@ -172,9 +172,14 @@ class Loop:
         steps = self._spec.profile if self._session.rank == 0 else None
         return Profile(*(steps or (0, 0)), self._spec.run_folder, self._spec.recipe.engine)
 
-    def _emit_profile(self, file: str | None) -> None:
-        if file:
-            self._session.emit(ProfileWritten(file))
+    def _end_profile(self, end: Callable[[], str | None]) -> None:
+        """`end` writes the profile if its last step was taken, and returns the file."""
+
+        def write() -> None:
+            if file := end():
+                self._session.emit(ProfileWritten(file))
+
+        write_or_warn(self._session, "the profile", write)
 
     # After a step
 
@@ -195,7 +200,7 @@ class Loop:
 
     def _poll_if_due(self, step: int, metrics: Any) -> Orders:
         """The orders for all workers. They poll after every logged step, and at least every few seconds."""
-        if not self._is_logged(step):
+        if not self._logs_at(step):
             if not self._polling.is_due(step):
                 return Orders()
             self._engine.read(metrics)  # otherwise the device would be far behind this step

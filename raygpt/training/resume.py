@@ -67,8 +67,9 @@ def changed_rate(run_folder: str, after: int, recipe: Recipe) -> str | None:
     old, new = (f"{float(schedule.fraction(after, steps, np)):.2f}" for schedule, steps in schedules)
     if old == new:
         return None
+    what = f"training.steps: {now} instead of {before} stretch" if now != before else "schedule: a changed one replaces"
     return (
-        f"training.steps: {now} instead of {before} stretch the {recipe.schedule.kind} schedule, and the learning rate "
+        f"{what} the {known['schedule']['kind']} schedule, and the learning rate "
         f"goes at once from {old} to {new} of its highest; to go on at another, begin a new run with run.start_from"
     )
 

@@ -79,8 +79,8 @@ class Saving:
         """Save the last step, retrying as often as saves may fail."""
         while self._session.decide(self._newest_after_waiting) != step:
             self._session.beat(step)
-            if self._session.decide(lambda: not self._is_busy() and self._pause()):
-                self._step = -1  # the save failed
+            if self._session.decide(lambda: self._has_failed(step) and self._pause()):
+                self._step = -1
                 self.begin(state, step, metrics)
         self.raise_error()
 
@@ -92,6 +92,10 @@ class Saving:
 
     def _is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    def _has_failed(self, step: int) -> bool:
+        """Rank 0: whether the save of a step has ended without a checkpoint."""
+        return not self._is_busy() and self._newest != step
 
     def _pause(self) -> bool:
         if self._failed:

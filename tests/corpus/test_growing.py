@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 
 from raygpt import storage
+from raygpt.config import Source
 from raygpt.corpus import growing, tokenizers
+from raygpt.corpus import prepare as preparing
 from raygpt.corpus.extents import Extent
 from raygpt.corpus.feed import Feed
 from raygpt.corpus.growing import GrowingStream
 from raygpt.corpus.index import Index
 from raygpt.corpus.shards import Header, shard_name, write_shard
 from raygpt.corpus.store import is_complete, open_store
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, StorageError, TransientError
 
 # tokens of each part of each unit; the third unit has no text, as a file of blank documents has none
 UNITS = [[37, 20], [50], [0], [1, 0, 64], [28]]
@@ -142,6 +144,21 @@ def test_a_stalled_prepare_is_an_error_after_patience(tmp_path: Path) -> None:
     assert str(caught.value) == f"{tmp_path}: no new shard for 1 s; prepare has stopped, run it again"
     assert time.monotonic() - started >= 0.6
     assert len(stream) == 37
+
+
+@pytest.mark.parametrize("kind", [StorageError, RaygptError])
+def test_a_job_that_fails_in_the_background_fails_its_readers_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[RaygptError]
+) -> None:
+    def fail(*job: object) -> None:
+        raise kind("503 Slow Down")
+
+    monkeypatch.setattr(preparing, "run", fail)
+    begin(str(tmp_path))
+    preparing.Background(preparing.Job(Source(source="a.txt", weight=1), "bytes", 0.1), str(tmp_path))._thread.join()
+    with pytest.raises(RaygptError, match="503 Slow Down") as caught:
+        GrowingStream(str(tmp_path)).wait(1)
+    assert isinstance(caught.value, TransientError) == (kind is StorageError)
 
 
 def test_patience_is_counted_anew_from_every_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

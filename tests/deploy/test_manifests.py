@@ -93,6 +93,12 @@ def test_the_recipe_in_the_manifest_is_the_run_that_was_asked_for(tmp_path):
     assert (read.cluster.accelerator, read.cluster.workers, read.run.storage) == ("gpu", 3, "s3://bucket/runs")
 
 
+def test_a_mesh_may_divide_what_only_this_model_has():
+    changes = {"model.preset": "gpt2", "cluster.workers": 6, "cluster.mesh": {"data": 1, "tensor": 6}}
+    config, *_ = manifests("tiny", Options("gke"), **changes)
+    assert "tensor: 6" in config["data"]["recipe.yaml"]
+
+
 def test_a_group_has_the_pods_that_the_workers_need():
     *_, job = manifests("tiny", Options("gke", gpus_per_node=4), **{"cluster.workers": "2..8"})
     (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]

@@ -11,6 +11,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from raygpt.config import Model  # noqa: E402
+from raygpt.engines.jax.engine import JaxEngine  # noqa: E402
 from raygpt.engines.jax.optimizer import make_optimizer  # noqa: E402
 from raygpt.engines.jax.sharding import _arranged, make_mesh, spreading, state_shardings  # noqa: E402
 from raygpt.errors import RaygptError  # noqa: E402
@@ -92,9 +93,19 @@ def test_slices_that_data_and_fsdp_do_not_divide_are_refused():
 def test_a_mesh_that_does_not_fit_is_refused_in_one_line(asked, named):
     with pytest.raises(RaygptError) as caught:
         make_mesh(asked)
+    remedy = "change one" if "-1" in named else "write -1 for the axis that takes what is left"
     assert str(caught.value) == (
-        f"cluster.mesh: {named} does not multiply to the 8 devices there are; "
-        "write -1 for the axis that takes what is left, or change cluster.workers"
+        f"cluster.mesh: {named} does not multiply to the 8 devices there are; {remedy}, or change cluster.workers"
+    )
+
+
+def test_what_is_left_for_an_axis_has_to_divide_the_model():
+    recipe = load_recipe("gpt2-tiny", {"cluster.mesh": {"data": 1, "context": -1}, "model.context": 16})
+    assert recipe.mesh_over(8)["context"] == 8
+    with pytest.raises(RaygptError) as caught:
+        JaxEngine(recipe, vocab=257, devices=jax.devices()[:3])
+    assert str(caught.value) == (
+        "cluster.mesh.context: 3 devices are left for it, which do not divide model.context 16; write 1"
     )
 
 

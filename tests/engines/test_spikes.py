@@ -100,6 +100,33 @@ def test_a_step_that_is_a_spike_is_left_out_on_the_device(engine, monkeypatch):
     assert [round(metrics["skipped"]) for metrics in told] == [0, 0, 0, 0, 0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("engine", ["jax", "torch"])
+def test_a_loss_scale_that_has_grown_too_far_is_no_spike(engine, monkeypatch):
+    monkeypatch.setattr("raygpt.engines.spikes.SPIKE_STEPS", 2)
+    model = {"layers": 1, "heads": 2, "width": 16, "context": 16, "precision": "fp16"}
+    training = {"batch_tokens": 64, "steps": 10, "on_spike": "stop"}
+    recipe = load_recipe("gpt2-tiny", {"model": model, "training": training, "engine": engine})
+    computing = make(engine, recipe)
+    state = computing.start()
+    windows = np.random.default_rng(0).integers(0, 257, (4, 17)).astype(np.int32)
+    for step in range(4):
+        if step == 3:
+            factor = state.scale.factor * 0 + 2.0**30  # fp16 ends at 65504
+            state = changed(state, scale=state.scale._replace(factor=factor))
+        state, metrics = computing.step(state, computing.put(windows))
+    read = computing.read(metrics)
+    assert (read["skipped"], read["spikes"]) == (1, 0)
+    assert not np.isfinite(read["grad_norm"])
+
+
+def changed(state, scale):
+    """The state with another loss scale."""
+    if hasattr(state, "_replace"):
+        return state._replace(scale=scale)
+    state.scale = scale
+    return state
+
+
 def make(name, recipe):
     if name == "torch":
         pytest.importorskip("torch", reason="needs the extra torch")

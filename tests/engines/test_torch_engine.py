@@ -342,7 +342,7 @@ def test_what_cannot_be_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 6)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     assert refusal(lambda: make_engine(mesh={"tensor": -1}, heads=4, width=16)) == (
-        "cluster.mesh.tensor: 6 processes are left for it, which do not divide model.heads 4; write 2"
+        "cluster.mesh.tensor: 6 devices are left for it, which do not divide model.heads 4; write 2"
     )
     assert refusal(lambda: recipe(engine="jax", implementation="huggingface")) == (
         "model.implementation: huggingface is not for engine jax; write engine: torch"

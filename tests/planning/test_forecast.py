@@ -260,6 +260,18 @@ def test_epochs_of_an_unknown_corpus_are_refused(tmp_path):
         planned("gpt2-124m", "h200", tmp_path, **{"training.epochs": 2, "schedule.warmup_steps": 0})
 
 
+def test_a_sweep_in_epochs_of_an_unknown_corpus_is_refused_too(tmp_path, capsys, monkeypatch):
+    words = ["gpt2-124m-wikitext103", "optimizer.learning_rate=1e-4,2e-4", "--on", "h200", f"run.storage={tmp_path}"]
+    assert "its length is unknown; write" in " ".join(told(capsys, monkeypatch, *words).err.split())
+
+
+def test_a_recipe_for_cpus_leaves_this_machines_gpus_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("raygpt.planning.target._reported_gpus", lambda: ["NVIDIA H200, 143771"])
+    assert planned("tiny", "here", tmp_path).target.device.name == "h200"
+    assert planned("tiny", "here", tmp_path, **{"cluster.accelerator": "cpu"}).target.device.name == "cpu"
+    assert planned("tiny", "h100", tmp_path, **{"cluster.accelerator": "cpu"}).target.device.name == "h100"
+
+
 @pytest.mark.parametrize(
     ("changes", "write"),
     [

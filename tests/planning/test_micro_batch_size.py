@@ -8,7 +8,7 @@ from conftest import CHECKOUT
 
 from raygpt.engines.base import Devices
 from raygpt.errors import RaygptError
-from raygpt.planning.micro_batch_size import PROCESS_BYTES, cpu_devices, split_batch, worker_bytes
+from raygpt.planning.micro_batch_size import FILLED, PROCESS_BYTES, cpu_devices, split_batch, worker_bytes
 from raygpt.planning.target import parse_target
 from raygpt.recipes import load_recipe
 
@@ -49,6 +49,15 @@ def test_accumulation_is_the_least_that_fits_into_memory(memory_gib, number_byte
     logits = got.memory.logits
     assert got.memory_bytes == STATE + summed + logits + micro_rows * row
     assert logits <= 10 * 512 * 50304  # of 512 tokens, which a CPU's caches hold
+
+
+def test_one_micro_batch_is_taken_where_the_sum_of_gradients_of_two_does_not_fit():
+    """Two micro-batches need 4 bytes more for each parameter, which here is more than a row needs."""
+    changes = {"rows": 1, "engine": "torch", "model.context": 512}
+    one, two = (split(**changes, **{"training.accumulation": count}).memory_bytes for count in (1, 2))
+    assert one < two
+    room = (one + two) / 2 / FILLED["cpu"] / GIB
+    assert split(memory_gib=room, **changes).accumulation == 1
 
 
 def test_a_model_that_does_not_fit_even_with_one_row_is_refused_with_the_figures():

@@ -10,7 +10,7 @@ import pytest
 import raygpt.runs
 from raygpt import storage
 from raygpt.corpus import tokenizers
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, StorageError
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints, open_run
 
@@ -68,6 +68,15 @@ def test_a_damaged_checkpoint_is_passed_over_and_refused_by_name(run):
     assert opened.pick().step == 30  # the next best
     with pytest.raises(RaygptError, match=r"step 20 is damaged \(deep/weights.bin was altered\)"):
         opened.pick(20)
+
+
+def test_a_checkpoint_that_cannot_be_fetched_is_not_taken_for_damaged(run, monkeypatch):
+    def unreachable(run_folder, step):
+        raise StorageError("s3://bucket does not answer")
+
+    monkeypatch.setattr(checkpoints, "find", unreachable)
+    with pytest.raises(StorageError, match="does not answer"):
+        open_run(str(run)).pick()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import time
 import pytest
 from rich.console import Console
 
+from raygpt import storage
 from raygpt.corpus import tokenizers
 from raygpt.formatting import ago, duration
 from raygpt.recipes import load_recipe
@@ -172,6 +173,23 @@ def test_runs_are_listed_the_last_seen_first_and_a_broken_one_is_a_line_too(rayg
     assert "widht" in out.splitlines()[4]
     status, out, _ = raygpt("runs", home, "--json")
     assert [run["name"] for run in json.loads(out)] == ["newer", "older", "broken"]
+
+
+def test_a_folder_that_may_not_be_read_is_a_line_beside_the_runs(raygpt, tmp_path, monkeypatch):
+    make_run(tmp_path / "runs", "mine")
+    (tmp_path / "runs" / "private").mkdir()
+    real = storage.exists
+
+    def exists(uri):
+        if "private" in uri:
+            raise PermissionError(13, "Permission denied", uri)
+        return real(uri)
+
+    monkeypatch.setattr(storage, "exists", exists)
+    status, out, _ = raygpt("runs", tmp_path / "runs")
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["name", "mine", "private", "private:"]
+    assert out.splitlines()[3] == "private: Permission denied"
 
 
 @pytest.mark.parametrize(("width", "left_out"), [(120, []), (86, ["engine"]), (60, ["engine", "tokens/s", "model"])])

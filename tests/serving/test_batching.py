@@ -231,6 +231,20 @@ def test_an_error_of_the_device_ends_its_texts_and_the_next_are_served(batch, mo
     thread.join(60)
 
 
+def test_prompts_are_read_in_the_order_in_which_their_texts_came(batch):
+    """Otherwise a slot that is free early, and is filled again and again, would leave the later slots unread."""
+    got, ended = {}, []
+    for name in range(4):
+        batch.submit(TextOptions(prompt(CONTEXT - 2, name), 1), lambda piece, name=name: ended.append(name))
+    for name in range(4, 12):
+        while len(ended) < name - 3:
+            batch.turn()
+        batch.submit(TextOptions(prompt(CONTEXT - 2, name), 1), lambda piece, name=name: ended.append(name))
+    while batch.turn():
+        pass
+    assert list(dict.fromkeys(ended)) == list(range(12)), got
+
+
 def test_a_long_prompt_does_not_hold_up_another_text(batch):
     early = []
     batch.submit(TextOptions(prompt(3), 6, seed=1, bias={256: -100.0}), early.append)

@@ -436,7 +436,7 @@ def test_the_first_interrupt_says_what_it_waits_for_and_the_second_ends_it_quiet
     assert "Traceback" not in rest
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/one", "/losses", "/metrics"])
+@pytest.mark.parametrize("path", ["/v1/models/one", "/losses"])
 def test_a_model_that_is_not_there_is_said_in_one_line(address, local_models, path, monkeypatch, caplog):
     async def die():
         raise RuntimeError("The actor died.\nMore lines")
@@ -446,6 +446,18 @@ def test_a_model_that_is_not_there_is_said_in_one_line(address, local_models, pa
     got = httpx.get(address + path)
     message = "the model is not there: The actor died.; try again"
     assert (got.status_code, got.json()["error"]["message"], caplog.text) == (503, message, "")
+
+
+def test_a_model_that_is_not_there_takes_nothing_from_the_others(address, local_models, monkeypatch):
+    async def die():
+        raise RuntimeError("The actor died.")
+
+    monkeypatch.setattr(local_models["one"], "status", die)
+    one, two = (model for model in httpx.get(address + "/v1/models").json()["data"])
+    assert (one["id"], "step" in one, two["id"], "step" in two) == ("one", False, "two", True)
+    told = httpx.get(address + "/metrics").text
+    assert 'raygpt_slots{model="one"} NaN' in told
+    assert 'raygpt_slots{model="two"} 4.0' in told
 
 
 def test_too_many_requests_at_once_are_told_when_to_come_back(monkeypatch):

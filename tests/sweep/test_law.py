@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from raygpt.config import Recipe
 from raygpt.errors import RaygptError
 from raygpt.planning.loss import Measured
 from raygpt.recipes import load_recipe
@@ -36,6 +37,14 @@ def test_a_ladder_is_within_its_share_of_the_compute_and_its_rungs_are_not_too_s
     assert len({rung.tokens for rung in rungs}) >= 2
     assert max(rung.tokens for rung in rungs) < tokens
     assert len({rung.name for rung in rungs}) == len(rungs) >= 5
+
+
+def test_rungs_are_divided_by_the_mesh_of_the_recipe():
+    recipe = load_recipe("modern-124m", {"training.steps": 2560, "cluster.mesh.tensor": 2})
+    rungs = choose_rungs(recipe, 50257, 0.1)
+    assert len({rung.parameters for rung in rungs}) >= 2
+    for rung in rungs:
+        assert Recipe.model_validate(dict(rung.recipe)).model.heads % 2 == 0
 
 
 def test_a_share_that_is_too_small_is_refused_with_the_one_that_is_not():

@@ -57,6 +57,41 @@ def test_a_save_that_fails_costs_a_warning_and_no_older_checkpoint(make_spec):
     assert not list(checkpoints.parts_folder(spec.run_folder).glob("*"))[2:]  # at most what the two left
 
 
+def test_what_a_failed_save_wrote_is_gone_before_the_next_one_needs_its_room(make_spec):
+    class Looks(FakeEngine):
+        def save(self, state, folder):
+            super().save(state, folder)
+            beside.append(sorted(Path(spec.run_folder, "checkpoints").glob("step-*")))
+
+    def fail_to_commit(folder, step, *rest):
+        if step in (4, 6):
+            raise StorageError("No space left on device")
+        return commit(folder, step, *rest)
+
+    beside, commit = [], checkpoints.commit
+    spec = make_spec(**{"training.checkpoint_every": 2, "run.keep": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "commit", fail_to_commit)
+        run(spec, Looks())
+    assert [[path.name for path in folders] for folders in beside] == [[], *[["step-00000002"]] * 3, ["step-00000008"]]
+
+
+def test_a_last_save_that_ends_while_it_is_asked_for_is_not_made_again(make_spec, monkeypatch):
+    spec, newest = make_spec(**{"training.checkpoint_every": 100, "run.keep": 1}), Saving._newest_after_waiting
+    told = []
+
+    def not_yet(saving):
+        """At first that there is none, and then the save ends."""
+        told.append(newest(saving) if told else 0)
+        saving._thread.join()
+        return told[-1]
+
+    monkeypatch.setattr(Saving, "_newest_after_waiting", not_yet)
+    events = run(spec, FakeEngine())
+    assert told == [0, 10]
+    assert steps_of(events, CheckpointSaved) == [10]
+
+
 def test_several_saves_that_fail_in_a_row_end_the_run(make_spec):
     spec = make_spec(**{"training.checkpoint_every": 2, "run.failed_saves": 2})
     with pytest.raises(

@@ -1,12 +1,16 @@
 """A profile of some steps: written by each engine's profiler, and what Perfetto needs is in it."""
 
+# ruff: noqa: F811  # a fixture is an argument of the same name
+
 import gzip
 import json
 from pathlib import Path
 
 import pytest
+from small_loop import FakeEngine, make_spec, run, steps_of, texts_of  # noqa: F401
 
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, StorageError
+from raygpt.training.events import CheckpointSaved, Warned
 from raygpt.training.profiling import Profile, parse_steps
 
 
@@ -73,6 +77,16 @@ def test_a_run_that_begins_or_ends_elsewhere_keeps_what_there_is(steps, asked, t
     profile.close()
     assert tracer.asked == asked
     assert Path(tmp_path, "profile", "steps-5-8.json.gz").is_file() == bool(asked)
+
+
+def test_a_profile_that_cannot_be_written_costs_a_warning(make_spec, monkeypatch):
+    def refuse(profile):
+        raise StorageError("No space left on device")
+
+    monkeypatch.setattr(Profile, "close", refuse)
+    events = run(make_spec(), FakeEngine())
+    assert texts_of(events, Warned) == ["the profile could not be kept (No space left on device); training continues"]
+    assert steps_of(events, CheckpointSaved) == [10]
 
 
 @pytest.mark.parametrize("text", ["20", "25:20", "0:3", "a:b", "1:2:3", "-1:3", ""])

@@ -87,6 +87,13 @@ def test_a_length_that_moves_the_learning_rate_at_once_is_said(tmp_path, kind, a
         assert "from {} to {} of its highest".format(*moves) in said
 
 
+def test_another_schedule_that_moves_the_learning_rate_at_once_is_said(tmp_path):
+    folder = checkpoints.folder_of(str(tmp_path), 150)
+    checkpoints.commit(folder, 150, {"recipe": schedule("cosine", 200).to_dict()}, {})
+    said = changed_rate(str(tmp_path), 150, schedule("constant", 200))
+    assert said.startswith("schedule: a changed one replaces the cosine schedule, and the learning rate goes at once")
+
+
 def test_a_recipe_that_was_shortened_for_a_try_goes_on_with_its_own_length_and_warm_up(tmp_path):
     folder = str(tmp_path)
     short, whole = load_recipe("gpt2-tiny", {"training.steps": 12}), load_recipe("gpt2-tiny")
@@ -146,7 +153,7 @@ def test_a_checkpoint_whose_marker_is_damaged_is_passed_over_for_the_one_before(
 def test_a_run_that_has_taken_no_step_is_begun_anew_with_another_recipe(tmp_path, train):
     folder, before = str(tmp_path), load_recipe("tiny", {"training.seed": 1})
     (tmp_path / "recipe.yaml").write_text(before.to_yaml())
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val_loss": 8.3}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val_loss": 8.3}\n{"step": 10, "val_loss": 8.2}\n')  # a fork's
     records.keep_sample(folder, 0, "of the first model")
     checkpoints.write_val_loss(folder, 0, 8.3)
     corrected = load_recipe("tiny", {"training.seed": 2})

@@ -44,3 +44,8 @@ def test_numbers_and_booleans_of_its_settings_are_such_and_variables_stay_text()
         "config": {"setup_timeout_seconds": 900, "eager_install": False},
         "pip": ["a==1"],
     }
+    written = "{config: {setup_timeout_seconds: -1}, pip: {packages: [a], pip_check: false, pip_version: '24'}}"
+    assert checked(load_recipe("tiny", [f"cluster.runtime_env={written}"]).cluster.runtime_env) == {
+        "config": {"setup_timeout_seconds": -1},
+        "pip": {"packages": ["a"], "pip_check": False, "pip_version": "24"},
+    }

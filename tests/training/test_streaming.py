@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from raygpt import storage
 from raygpt.corpus import pipeline, prepare
 from raygpt.corpus.feed import val_windows
+from raygpt.corpus.growing import GrowingStream
 from raygpt.corpus.mixture import growing_text
 from raygpt.corpus.store import is_complete
 from raygpt.engines.jax.engine import JaxEngine
-from raygpt.errors import RaygptError
+from raygpt.errors import RaygptError, TransientError
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
 from raygpt.training.events import StepLogged
@@ -178,7 +178,8 @@ def test_training_that_ends_first_ends_prepare_which_the_next_run_continues(home
     background.stop()
     assert not is_complete(folder)
     assert len(seen) == 1
-    assert storage.exists(f"{folder}/failed.txt")  # nobody waits for it any longer
+    with pytest.raises(TransientError, match="training ended first"):  # nobody waits for it any longer
+        GrowingStream(folder)
     store = prepare.run(job, folder)
     assert len(store.train) == sum(path.stat().st_size + 1 for path in (home / "texts").iterdir())
 

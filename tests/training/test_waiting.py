@@ -7,7 +7,7 @@ import ray
 
 from raygpt.recipes import check_part
 from raygpt.training.events import BatchSplit, FaultHandled
-from raygpt.training.ray import waiting
+from raygpt.training.ray import scaling, waiting
 from raygpt.training.ray.scaling import Workers
 from raygpt.training.ray.waiting import StartWait
 
@@ -17,17 +17,20 @@ OURS = {"CPU": 1.0, "memory": 2.0 * 2**30}
 @pytest.fixture
 def cluster(monkeypatch):
     """A cluster as Ray describes it, and a clock, which the tests change."""
-    now = SimpleNamespace(seconds=0.0, group="PENDING", starting=0, is_stopping=False)
-    group = {"bundles": {0: OURS, 1: OURS}}
+    now = SimpleNamespace(seconds=0.0, group="PENDING", bundle=OURS, starting=0, is_stopping=False)
     other = {"state": "PENDING", "bundles": {0: {"CPU": 8.0}}}
     actor = {"ActorClassName": "RayTrainWorker", "JobID": "01"}
     fakes = {
-        "placement_group_table": lambda: {"a": other, "b": {**group, "state": now.group}},
+        "placement_group_table": lambda: {
+            "a": other,
+            "b": {"state": now.group, "bundles": {0: now.bundle, 1: now.bundle}},
+        },
         "actors": lambda actor_state_name: dict(enumerate([actor] * now.starting + [{**actor, "JobID": "02"}])),
         "time": SimpleNamespace(monotonic=lambda: now.seconds),
     }
     for name, instead in fakes.items():
         monkeypatch.setattr(waiting, name, instead)
+    monkeypatch.setattr(scaling, "_nodes", lambda: [{"CPU": 4.0, "GPU": 1.0}])
     monkeypatch.setattr(ray, "get", lambda answer: answer)
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 3.0, "memory": 2.0**30, "GPU": 1.0})
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "01"))
@@ -56,6 +59,12 @@ def wait(cluster):
 def test_workers_that_have_no_room_yet_are_said_to_wait_ever_more_rarely(wait):
     text = "waiting for 2 × 1 CPU, 2.0 GiB memory: the cluster has 3 CPU, 1.0 GiB memory left, the rest is in use"
     assert wait.until(wait.start(), 1000) == [(10, text), (40, text), (160, text), (640, text)]
+
+
+def test_workers_of_a_kind_wait_for_it_like_others(wait, cluster):
+    # Ray adds `accelerator_type:H100: 0.001` to what each of them needs.
+    cluster.bundle = {**OURS, "accelerator_type:H100": 0.001}
+    assert [when for when, _ in wait.until(wait.start(), 50)] == [10, 40]
 
 
 def test_what_ray_does_before_a_worker_has_a_process_is_said(wait, cluster):

@@ -49,7 +49,7 @@ def find_devices(recipe: Recipe) -> Devices:
     """The devices of all connected processes, as a recipe uses them."""
     if recipe.model.precision == "fp64":
         jax.config.update("jax_enable_x64", True)
-    device, mesh = jax.local_devices()[0], sharding.make_mesh(recipe.cluster.mesh.sizes())
+    device, mesh = jax.local_devices()[0], sharding.make_mesh(recipe.mesh_over(jax.device_count()))
     dtype = DTYPES[precision_on(device, recipe.model.precision)]
     setup = device, dtype, mesh, recipe.model
     _, kernel = choose_attention(*setup, recipe.training.deterministic)
@@ -84,8 +84,9 @@ class JaxEngine:
         kernels: str | None = None,
     ):
         self.recipe, self.vocab, self.accumulation = recipe, vocab, accumulation
+        devices = jax.devices() if devices is None else devices
         self.context = recipe.model.context
-        self.mesh = sharding.make_mesh(recipe.cluster.mesh.sizes(), devices)
+        self.mesh = sharding.make_mesh(recipe.mesh_over(len(devices)), devices)
         self.batch_rows = recipe.rows
         self._description = describe(recipe.model, vocab)
         self.precision = precision or precision_on(self._device, recipe.model.precision)
@@ -285,7 +286,7 @@ class JaxEngine:
     ) -> tuple[NDArray[np.floating[Any]], NDArray[np.bool_]]:
         """Of windows [rows, time + 1] every token's log-probability, and whether it is the likeliest: [rows, time]."""
         rows, time = len(windows), windows.shape[1] - 1
-        both = self._put_both(pad_windows(windows, self.context, self._row_shards))
+        both = self._put_both(pad_windows(windows, self.context, self._row_shards, self.mesh.shape["context"]))
         logprobs, hits = (np.asarray(part)[:rows, :time] for part in self._token_logprobs(state.parameters, *both))
         return logprobs, hits
 

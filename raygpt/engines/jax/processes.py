@@ -17,9 +17,7 @@ DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 # Of XLA's pool on CPUs. A device that waits for another in an all-reduce holds a thread; with one for each core, two
 # all-reduces at once held them all, and the step never ended.
 THREADS_PER_DEVICE = 16
-COPIES_THREADS = (
-    2  # suffice for copies of the model, which run at most two at once; with more, products wait for threads
-)
+COPIES_THREADS = 2  # for copies of the model, which run at most two at once; with more, products wait for threads
 MUON_EXTRA_THREADS = 3  # with Muon, which exchanges matrices of each of up to three shapes at once
 IS_SET_BY_USER = "NPROC" in os.environ
 

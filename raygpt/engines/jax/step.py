@@ -144,7 +144,8 @@ def make_step(
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         good, spikes = finite if scaled or training.on_nan == "skip" else jnp.ones((), bool), state.spikes
         if training.on_spike != "ignore":
-            values = loss.astype(jnp.float32), norm.astype(jnp.float32)
+            known = jnp.where(finite, norm, jnp.nan) if scaled else norm  # what the scale made overflow is no spike
+            values = loss.astype(jnp.float32), known.astype(jnp.float32)
             is_spike, spikes = spikes.check(values[0], values[1], training.spike_sigmas, jnp)
             good &= ~is_spike if training.on_spike == "skip" else True
 

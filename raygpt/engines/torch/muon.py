@@ -38,8 +38,8 @@ class Muon:
 
     @torch.no_grad()
     def step(self, rate: float, updates: Tensor, divisor: Tensor, left_out: Tensor) -> None:
-        """Change parameters and momentum, which have had `updates` others, by the gradients divided by `divisor`;
-        nothing where `left_out` is true."""
+        """Change parameters and momentum by the gradients divided by `divisor`; `updates` came before this one. Where
+        `left_out` is true nothing changes."""
         directions = self._directions(muon.momentum(self._settings, updates.double()), divisor, left_out)
         whole = self._owners.gather(directions)
         for numbers in _batches({number: tuple(sorted(matrix.shape)) for number, matrix in whole.items()}):

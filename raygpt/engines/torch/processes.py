@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], threads: int) -> None:
     """Join the process group, with one GPU or `threads` threads. Call it before anything uses CUDA."""
-    if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus[0])
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        str(gpus[0]) if gpus else ""
+    )  # Ray hides no GPU from workers that asked for none
     import torch
     import torch.distributed as dist
 

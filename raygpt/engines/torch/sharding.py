@@ -8,7 +8,6 @@ Along `tensor` processes compute the same rows, each with a part of every matrix
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from raygpt.config import Recipe
 from raygpt.engines.torch.loss import Objective
 from raygpt.engines.torch.parameters import Slices
 from raygpt.engines.torch.tensor_parallel import shard_matrices
-from raygpt.errors import RaygptError
 
 
 @dataclass(frozen=True)
@@ -85,13 +83,8 @@ def process_count() -> int:
 
 def make_mesh(recipe: Recipe, device: torch.device) -> Mesh:
     """The mesh of a recipe over the connected processes."""
-    processes, heads = process_count(), recipe.model.key_heads
-    sizes = recipe.cluster.mesh.over(processes)
-    if heads % sizes["tensor"]:  # only if it was -1: others are checked when the recipe is read
-        raise RaygptError(
-            f"cluster.mesh.tensor: {sizes['tensor']} processes are left for it, which do not divide "
-            f"model.{'kv_heads' if recipe.model.kv_heads else 'heads'} {heads}; write {gcd(sizes['tensor'], heads)}"
-        )
+    processes = process_count()
+    sizes = recipe.mesh_over(processes)
     rank = dist.get_rank() if processes > 1 else 0
     return Mesh(sizes["data"], sizes["fsdp"], sizes["tensor"], rank, device)
 

@@ -6,6 +6,7 @@ Nothing here waits for the device.
 """
 
 from collections.abc import Callable
+from math import nan
 from typing import NamedTuple
 
 import torch
@@ -58,7 +59,8 @@ def make_step(recipe: Recipe, mesh: Mesh, autocast: torch.autocast, scaled: bool
         finite = loss.isfinite() & norm.isfinite()
         left_out = ~finite if guarded else torch.zeros_like(finite)
         if training.on_spike != "ignore":
-            is_spike, state.spikes = state.spikes.check(loss.float(), norm.float(), training.spike_sigmas, torch)
+            known = torch.where(finite, norm, nan) if scaled else norm  # what the scale made overflow is no spike
+            is_spike, state.spikes = state.spikes.check(loss.float(), known.float(), training.spike_sigmas, torch)
             left_out = left_out | is_spike if training.on_spike == "skip" else left_out
         lr = rate(state.step)
         shrink = torch.clamp(norm / clip, min=1) if clip else 1

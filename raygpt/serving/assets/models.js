@@ -5,13 +5,14 @@ const MOST_ANSWERS = 30;
 let models = [];
 
 const modelNamed = (id) => models.find((model) => model.id === id);
+const stepOf = (model) => (model.step === undefined ? "starting again" : `step ${model.step.toLocaleString("en")}`);
 
 function badges() {
   const model = modelNamed($("model").value);
-  $("step").textContent = `step ${model.step.toLocaleString("en")}`;
+  $("step").textContent = stepOf(model);
   $("about").textContent = `${compact(model.parameters)} parameters · ${model.engine} · ${model.device}`;
   const other = modelNamed($("other").value);
-  $("otherstep").textContent = other ? `step ${other.step.toLocaleString("en")}` : "";
+  $("otherstep").textContent = other ? stepOf(other) : "";
   options.elements.max_tokens.max = Math.max(1, model.max_model_len - 1);
   outputs();
   document.title = `${model.id} – raygpt`;

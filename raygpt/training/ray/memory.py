@@ -62,7 +62,7 @@ def _refuse_too_large(workers: Workers, recipe: Recipe, vocab: int) -> None:
         if device is None:
             return
         try:
-            recipe.cluster.mesh.over(count)
+            recipe.mesh_over(count)
         except RaygptError:
             return  # an elastic run may begin with fewer workers, which then say so
         try:
@@ -105,7 +105,7 @@ def reserved(workers: Workers) -> Iterator[None]:
         return
     folder = Path(tempfile.gettempdir()) / f"raygpt-memory-{os.getuid()}"
     with contextlib.ExitStack() as held:
-        with contextlib.suppress(PermissionError):  # of a folder for temporary files that is read-only
+        with contextlib.suppress(PermissionError):  # another user made a folder of this name
             held.enter_context(_written_down(folder, workers.memory * workers.cluster.max_workers))
         yield
 

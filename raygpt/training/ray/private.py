@@ -12,7 +12,11 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
 
 # We create the controller ourselves (below): it needs the environment variables and the poll interval that Ray sets.
-from ray.train.v2._internal.constants import HEALTH_CHECK_INTERVAL_S_ENV_VAR, get_env_vars_to_propagate
+from ray.train.v2._internal.constants import (
+    HEALTH_CHECK_INTERVAL_S_ENV_VAR,
+    WORKER_GROUP_START_TIMEOUT_S_ENV_VAR,
+    get_env_vars_to_propagate,
+)
 
 # To distinguish workers that could not start yet from workers that died.
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
@@ -38,6 +42,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 __all__ = [
     "HEALTH_CHECK_INTERVAL_S_ENV_VAR",
+    "WORKER_GROUP_START_TIMEOUT_S_ENV_VAR",
     "DataParallelTrainer",
     "DatasetsCallback",
     "DefaultFailurePolicy",

@@ -17,7 +17,7 @@ def checked(env: Mapping[str, Any]) -> dict[str, Any]:
             meant = nearest(name, known)
             hint = f"did you mean {meant!r}?" if meant else f"write one of {', '.join(known)}"
             raise RaygptError(f"cluster.runtime_env: {name!r} is no field of Ray's runtime environment; {hint}")
-    typed = {name: value if name == "env_vars" else _typed(value) for name, value in env.items()}
+    typed = {name: value if name == "env_vars" else _typed(name, value) for name, value in env.items()}
     try:
         RuntimeEnv(**typed)
     except (TypeError, ValueError) as error:
@@ -25,14 +25,15 @@ def checked(env: Mapping[str, Any]) -> dict[str, Any]:
     return typed
 
 
-def _typed(value: Any) -> Any:
-    """A mapping such as `config` with numbers and booleans, which a recipe's YAML leaves as text."""
+def _typed(field: str, value: Any) -> Any:
+    """A mapping with booleans, and `config` with numbers, which a recipe's YAML leaves as text."""
     if isinstance(value, Mapping):
-        return {key: _typed_setting(setting) for key, setting in value.items()}
+        return {key: _typed_setting(setting, field == "config") for key, setting in value.items()}
     return value
 
 
-def _typed_setting(setting: Any) -> Any:
-    if isinstance(setting, str):
-        return {"true": True, "false": False}.get(setting, int(setting) if setting.isdecimal() else setting)
-    return setting
+def _typed_setting(setting: Any, may_be_number: bool) -> Any:
+    if not isinstance(setting, str):
+        return setting
+    number = int(setting) if may_be_number and setting.removeprefix("-").isdecimal() else setting
+    return {"true": True, "false": False}.get(setting, number)

@@ -21,6 +21,7 @@ from raygpt.training.ray.datasets import BatchRows, RowsByRank
 from raygpt.training.ray.mailbox import this_node_strategy
 from raygpt.training.ray.private import (
     HEALTH_CHECK_INTERVAL_S_ENV_VAR,
+    WORKER_GROUP_START_TIMEOUT_S_ENV_VAR,
     DataParallelTrainer,
     DatasetsCallback,
     PlacementGroupCleanerCallback,
@@ -35,6 +36,7 @@ from raygpt.training.ray.waiting import StartWait
 
 POLL_S = 0.2  # between two polls for events
 HEALTH_CHECK_S = 0.5  # between two checks of the workers; Ray's 2 s are noticeable at a run's start and end
+ELASTIC_START_S = "15"  # how long workers may take to get their room before fewer are tried; Ray's default is a minute
 SHUTDOWN_S = 10.0  # how long workers may take to end cleanly
 RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray does not start if a checkpoint named there was pruned since
 # Of use only on a cluster that outlives the run, or may lose nodes.
@@ -93,7 +95,8 @@ class Trainer(DataParallelTrainer):
         elif is_ours:
             parts["scaling_policy"] = NoAutoscalerPolicy(scaling)
         options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": this_node_strategy()}
-        if environment := get_env_vars_to_propagate():  # if none, Ray can use a prestarted process
+        sooner = {WORKER_GROUP_START_TIMEOUT_S_ENV_VAR: ELASTIC_START_S} if self.workers.is_elastic else {}
+        if environment := sooner | get_env_vars_to_propagate():  # if none, Ray can use a prestarted process
             options["runtime_env"] = {"env_vars": environment}
         unused = (*(() if self.datasets else (DatasetsCallback,)), *(SHARED_CLUSTER_CALLBACKS if is_ours else ()))
         self._controller = ray.remote(**options)(Controller).remote(unused, **parts)
@@ -126,8 +129,6 @@ def fit(
 ) -> BaseException | None:
     """Train to the end. `watch` gets the mailbox's events as they come; `poll` is called in between, and an exception
     from it ends the workers. Returns the error, if any."""
-    if trainer.workers.is_elastic:  # Ray's default is a minute
-        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
     ensure_room(trainer.workers, lambda text: watch(Waiting(text)))
     storage.delete(storage.join(trainer.run_folder, RAY_SNAPSHOT))
     reasons: list[str] = []  # why the run was given up

@@ -55,7 +55,8 @@ class StartWait:
         """Whether Ray has no room for the workers yet."""
         wanted = {name: float(amount) for name, amount in self._workers.resources.items() if amount}
         groups = placement_group_table().values()
-        return any(group["state"] == "PENDING" and wanted in group["bundles"].values() for group in groups)
+        bundles = (bundle for group in groups if group["state"] == "PENDING" for bundle in group["bundles"].values())
+        return any(wanted.items() <= bundle.items() for bundle in bundles)  # Ray adds an accelerator's type
 
     def _starting(self) -> int:
         """The number of workers for which Ray has room, but no process yet."""

@@ -108,9 +108,8 @@ def cross_entropy_kernel(
     rest = vocab // (lanes * UNROLL) * lanes * UNROLL  # from here on with masks
     lane = lax.iota(jnp.int32, lanes)
     target, weight = targets[0], weights[0]
-    picked = capped(
-        logits[target].astype(F32), softcap
-    )  # read before the barrier of the reductions, after which the row changes
+    # Read before the barrier of the reductions, after which the row changes.
+    picked = capped(logits[target].astype(F32), softcap)
 
     def load(start: Any) -> Array:
         return capped(logits[pl.ds(start, lanes)].astype(F32), softcap)

@@ -114,9 +114,8 @@ if triton is not None:
         target = tl.load(targets + token)
         scale = tl.load(scales + token).to(tl.float32)
         lanes = tl.arange(0, tile)
-        picked = _capped(
-            tl.load(row + target).to(tl.float32), cap, rough
-        )  # before the reductions' barrier: the row changes
+        # Read before the barrier of the reductions, after which the row changes.
+        picked = _capped(tl.load(row + target).to(tl.float32), cap, rough)
         # No capped logit exceeds the cap: as long as exp(-2 · cap) is a number, it stands for the highest one.
         fixed: tl.constexpr = cap > 0 and cap <= 40
         peak = tl.zeros([tile], tl.float32) + (cap if fixed else picked)
