@@ -84,7 +84,7 @@ def test_no_trial_has_the_name_of_anothers_fork():
         (["model.dropout=0,0.1", "model.dropout=0.2"], "is given twice, with several values and with one"),
         (["model.dropout=0.2", "model.dropout=0,0.1"], "is given twice, with several values and with one"),
         (["model.dropout=0,0.1", "model.dropout=0.2,0.3"], "is given twice"),
-        (["training.log_every=log:1..8"], "cannot be swept"),
+        (["training.log_every=log:1..8"], "training.log_every: is not swept, as it says where or how a run works"),
     ],
 )
 def test_what_is_no_range_is_refused(words, error):

@@ -211,12 +211,13 @@ class Asked(LocalSession):
 
 
 def test_orders_say_when_the_next_poll_is_due_at_the_latest(make_spec):
-    spec = make_spec(**{"training.log_every": 4, "training.steps": 12, "training.checkpoint_every": 100})
-    engine = FakeEngine(micro_rows=10)  # a validation of one part, after which nobody asks
-    every_third = Orders(next_poll_in_steps=3)
-    session = Asked(engine, [every_third, every_third, Orders(save=True, next_poll_in_steps=1), Orders(save=True)])
+    rare = {"training.checkpoint_every": 100, "training.eval_every": 100}
+    spec = make_spec(**{"training.log_every": 4, "training.steps": 12, **rare})
+    engine, every_third = FakeEngine(micro_rows=10), Orders(next_poll_in_steps=3)
+    save, save_now = Orders(save=True), Orders(save=True, next_poll_in_steps=1)
+    session = Asked(engine, [Orders(), every_third, every_third, save_now, save])
     Loop(spec, engine, session).run()
-    assert session.after == [2, 4, 7, 8, 12]  # 4, 8 and 12 are logged
+    assert session.after == [0, 2, 4, 7, 8, 12, 12]  # 4, 8 and 12 are logged; 0 and 12 evaluated
     assert steps_of(session.events, CheckpointSaved) == [7, 8, 12]
 
 
@@ -245,12 +246,12 @@ def asked_after(make_spec, monkeypatch):
 
 def test_steps_that_take_long_are_asked_after_though_few_are_logged(asked_after):
     after = asked_after(12, {0: 30}, then=2)  # the first is compiled
-    assert after == [2, 3, 5, 7, 9, 11, 12]  # every 4 s: the next would make it more than 5
+    assert after == [0, 2, 3, 5, 7, 9, 11, 12, 12]  # every 4 s: the next would make it more than 5
 
 
 def test_a_few_quick_steps_do_not_put_off_the_next_time(asked_after):
     after = asked_after(30, {0: 30, 1: 0.001, 2: 0.001}, then=1)  # batches are read while the first is compiled
-    assert after == [2, 3, 5, 9, 14, 19, 24, 29, 30]  # every 5 s, once that is known
+    assert after == [0, 2, 3, 5, 9, 14, 19, 24, 29, 30, 30]  # every 5 s, once that is known
 
 
 def test_within_a_long_validation_orders_are_asked_for_as_often(make_spec, monkeypatch):
@@ -271,4 +272,5 @@ def test_within_a_long_validation_orders_are_asked_for_as_often(make_spec, monke
     engine, session = Timed(micro_rows=1), Noting()
     monkeypatch.setattr("raygpt.training.clock.time", SimpleNamespace(perf_counter=lambda: engine.now))
     Loop(make_spec(**{"training.steps": 3, "training.log_every": 100}), engine, session).run()
-    assert session.after == (2, 3, 5, 7, 9, 10, 10, 12, 13, 15, 17, 19)  # after steps 2 and 3 between two validations
+    # Between two evaluations, each of ten parts and a text, after steps 2 and 3.
+    assert session.after == (2, 3, 5, 7, 9, 10, 10, 10, 12, 13, 15, 17, 19, 20)

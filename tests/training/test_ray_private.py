@@ -53,6 +53,7 @@ USED = {
     "ray.train.v2._internal.callbacks.placement_group_callback:PlacementGroupCleanerCallback": None,
     "ray.train.v2._internal.callbacks.preemption_callback:PreemptionCallback": None,
     "ray.train.v2._internal.constants:HEALTH_CHECK_INTERVAL_S_ENV_VAR": None,
+    "ray.train.v2._internal.constants:WORKER_GROUP_START_TIMEOUT_S_ENV_VAR": None,
     "ray.train.v2._internal.constants:get_env_vars_to_propagate": "",
     "ray.train.v2._internal.exceptions:WorkerGroupStartupTimeoutError": None,
     "ray.train.v2._internal.exceptions:WorkerHealthCheckFailedError": None,
