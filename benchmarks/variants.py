@@ -5,9 +5,9 @@
 
 The recipe itself comes first, then each variant: a name, a colon, and what it changes (`--bare` leaves the recipe
 itself out). Every run is a process of its own, trained to its end by the loop that `raygpt train` runs on each worker.
-`--jobs` of them compile beside each other, but one at a time trains. Validation losses are those at the end,
-milliseconds those between logged steps. With `--name` all of it goes into results/NAME.json, after each run: what came
-before an interruption is kept.
+`--jobs` of them compile beside each other, but one at a time trains; with `--together` all of them do, and times mean
+nothing. Validation losses are those at the end, milliseconds those between logged steps. With `--name` all of it goes
+into results/NAME.json, after each run: what came before an interruption is kept.
 """
 
 import argparse
@@ -40,11 +40,12 @@ def main() -> None:
     parser.add_argument("--bare", action="store_true", help="without the recipe itself")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337])
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile beside each other")
+    parser.add_argument("--together", action="store_true", help="they train beside each other, too")
     parser.add_argument("--name", help="of the results file; none is written without it")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # what one process trains
     arguments = parser.parse_intermixed_args()
     if arguments.one:
-        print(json.dumps(one_run(arguments.recipe, arguments.overrides)))
+        print(json.dumps(one_run(arguments.recipe, arguments.overrides, alone=not arguments.together)))
         return
     variants = {} if arguments.bare else {arguments.recipe: []}
     for text in arguments.variant:
@@ -60,7 +61,7 @@ def all_runs(variants: dict[str, list[str]], arguments: argparse.Namespace) -> d
 
     def one(name: str, seed: int) -> None:
         words = [*arguments.overrides, *variants[name], f"training.seed={seed}"]
-        run = in_a_process([arguments.recipe, *words])
+        run = in_a_process([arguments.recipe, *words, *(["--together"] if arguments.together else [])])
         with writing:
             runs = figures.get(name, {}).get("runs", {}) | ({f"seed {seed}": run} if run else {})
             if runs:
@@ -93,14 +94,14 @@ def together(words: list[str], runs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def one_run(recipe: str, words: list[str]) -> dict[str, Any]:
+def one_run(recipe: str, words: list[str], alone: bool) -> dict[str, Any]:
     """What a run said, and how long it took; its folder is not kept."""
     events: list[Event] = []
     with tempfile.TemporaryDirectory() as folder:
         asked = load_recipe(recipe, [*words, f"run.storage={folder}", "run.name=variant"])
         began = time.time()
         run = prepared.prepare_run(asked, lambda progress: None, False, spare_cpus=lambda: 0)
-        if error := in_process.train(asked, events.append, None, alone=True):
+        if error := in_process.train(asked, events.append, None, alone):
             raise error
     found = measured(events, run, began)
     return {**found, "tokens": run.totals.rows * run.totals.context * run.totals.steps}
