@@ -152,7 +152,6 @@ class Kept:
         # A rotation's gradient needs no input, but PyTorch's queries, keys and values are parts of one array.
         torch_turns = recipe.engine == "torch" and model.position == "rope"
         turned = heads + kv_heads if model.qk_norm or torch_turns else 0
-        turned += kv_heads if model.qk_norm and torch_turns else 0  # its kernel copies values
         # In units of activations: weights in their precision, and scores in fp32.
         scores = sizes["heads"] * model.context * (1 + 4 // devices.number_bytes) if devices.keeps_scores else 0
         gated = heads if model.head_gates else 0  # before their gates: 0.42 GiB of 24 × 1,024 tokens, as measured

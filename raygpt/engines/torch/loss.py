@@ -54,7 +54,7 @@ class _CrossEntropy(torch.autograd.Function):
         losses, dhidden, dtable = [], [], torch.zeros_like(table)
         for h, y, w in chunks:
             nll, dlogits = loss_and_gradient(product(h, kernel), y, w, vocab, cap)  # dlogits [chunk, vocabulary]
-            dtable += dlogits.T @ h
+            _add_product(dtable, dlogits, h)
             dhidden.append(dlogits @ kernel)
             losses.append(nll)
         ctx.save_for_backward(torch.cat(dhidden).view(hidden.shape), dtable)
@@ -67,6 +67,21 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dhidden, dtable = ctx.saved_tensors
         return dhidden * total.to(dhidden.dtype), dtable * total.to(dtable.dtype), None, None, None, None
+
+
+@torch.library.custom_op("raygpt::add_product", mutates_args=("total",))
+def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """total += xᵀ · y. On a GPU the product of 16-bit operands adds to an fp32 total itself: nothing is rounded before,
+    and no pass of its own adds. PyTorch 2.11's compiler cannot trace that product, so this is an operator to it."""
+    if total.is_cuda and total.dtype == torch.float32 and x.element_size() == 2:
+        torch.ops.aten.addmm.dtype_out(total, x.T, y, torch.float32, out=total)
+    else:
+        total += x.T @ y
+
+
+@_add_product.register_fake
+def _add_product_fake(total: Tensor, x: Tensor, y: Tensor) -> None:
+    pass
 
 
 def _nll(hidden: Tensor, table: Tensor, targets: Tensor, vocab: int, cap: float | None) -> Tensor:

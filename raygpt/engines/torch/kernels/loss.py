@@ -1,8 +1,9 @@
 """A Triton kernel for the loss on a GPU: each token's loss, and the gradient of its logits in their own memory.
 
 A program owns a token: it reads its logits once for the maximum and the sum, again (100 KB, from the L2 cache) for the
-gradient, and writes that over them. PyTorch's compiler makes one kernel of the plain function as well, which takes
-9.0 ms for 65,536 tokens of GPT-2 on an H200 where memory alone would take 3.1.
+gradient, and writes that over them. The cache is asked to keep what is read again and nothing else: 4.3 ms instead of
+4.8 for 65,536 tokens of GPT-2 on an H200, where memory alone would take 3.1, and PyTorch's compiler's kernel for the
+plain function 9.0.
 """
 
 import torch
@@ -121,15 +122,17 @@ if triton is not None:
         peak = tl.zeros([tile], tl.float32) + (cap if fixed else picked)
         total = tl.zeros([tile], tl.float32)
         for start in range(0, main if fixed else 0, tile):
-            x = _capped(tl.load(row + start + lanes).to(tl.float32), cap, rough)
-            total += tl.exp2((x - cap) * log2e)
+            x = tl.load(row + start + lanes, eviction_policy="evict_last")  # for it is read again
+            total += tl.exp2((_capped(x.to(tl.float32), cap, rough) - cap) * log2e)
         for start in range(0, 0 if fixed else main, tile * unroll):
             higher = peak
             for j in tl.static_range(unroll):
-                higher = tl.maximum(higher, _capped(tl.load(row + start + j * tile + lanes).to(tl.float32), cap, rough))
+                x = tl.load(row + start + j * tile + lanes, eviction_policy="evict_last")
+                higher = tl.maximum(higher, _capped(x.to(tl.float32), cap, rough))
             total *= tl.exp2((peak - higher) * log2e)
             for j in tl.static_range(unroll):
-                x = _capped(tl.load(row + start + j * tile + lanes).to(tl.float32), cap, rough)
+                x = tl.load(row + start + j * tile + lanes, eviction_policy="evict_last")
+                x = _capped(x.to(tl.float32), cap, rough)
                 total += tl.exp2((x - higher) * log2e)
             peak = higher
         for start in tl.static_range(main, padded, tile):
@@ -144,9 +147,10 @@ if triton is not None:
         tl.store(losses + token, log_total / log2e - picked)
         for start in range(0, main, tile):
             columns = start + lanes
-            x = _capped(tl.load(row + columns).to(tl.float32), cap, rough)
+            x = _capped(tl.load(row + columns, eviction_policy="evict_first").to(tl.float32), cap, rough)
             slope = tl.exp2(x * log2e - log_total) * scale - tl.where(columns == target, scale, 0.0)
-            tl.store(row + columns, _uncapped(slope, x, cap).to(logits.dtype.element_ty))
+            slope = _uncapped(slope, x, cap).to(logits.dtype.element_ty)
+            tl.store(row + columns, slope, cache_modifier=".cs")  # read by the next product, not by this kernel
         for start in tl.static_range(main, padded, tile):
             columns = start + lanes
             x = _capped(tl.load(row + columns, mask=columns < padded, other=lowest).to(tl.float32), cap, rough)

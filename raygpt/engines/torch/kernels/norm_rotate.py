@@ -1,7 +1,7 @@
 """RMSNorm over each head of queries and keys and their rotation by RoPE in one pass, and their gradient in one pass.
 
 Queries, keys and values come from one product and their gradients go into one array: so the kernels read and write
-parts of it, and copy values on the way. A program owns a head of `ROWS` tokens.
+parts of it. Values stay where they are; their gradient is copied. A program owns a head of `ROWS` tokens.
 """
 
 from typing import Any
@@ -32,7 +32,8 @@ def norm_rotate(
     kv_heads: int,
     epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [rows, time, heads, head], keys and values [rows, time, kv_heads, head] of their joint product.
+    """Queries [rows, time, heads, head], keys and values [rows, time, kv_heads, head] of their joint product, of which
+    the values are a view.
 
     The joint product is [rows, time, (heads + 2 · kv_heads) · head]; rotation has cosines and sines [2, time, 1,
     head / 2], gains [head] those of the norms of queries and keys, if any.
@@ -55,18 +56,16 @@ class _NormRotate(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         head, shape = 2 * rotation.shape[-1], joint.shape[:2]
         joint, rotation = joint.contiguous(), rotation.contiguous()
-        query = joint.new_empty((*shape, heads, head))
-        key, value = (joint.new_empty((*shape, kv_heads, head)) for _ in range(2))
+        query, key = joint.new_empty((*shape, heads, head)), joint.new_empty((*shape, kv_heads, head))
         gains = rotation if query_gain is None or key_gain is None else torch.stack([query_gain, key_gain]).float()
         ctx.heads, ctx.kv_heads, ctx.epsilon, ctx.has_gains = heads, kv_heads, epsilon, query_gain is not None
         ctx.save_for_backward(joint, rotation, gains)
-        _forward_kernel[(shape.numel() // ROWS, heads + 2 * kv_heads)](
+        _forward_kernel[(shape.numel() // ROWS, heads + kv_heads)](
             joint,
             rotation,
             gains,
             query,
             key,
-            value,
             time=shape[1],
             epsilon=epsilon,
             heads=heads,
@@ -75,7 +74,7 @@ class _NormRotate(torch.autograd.Function):
             rows=ROWS,
             has_gains=ctx.has_gains,
         )
-        return query, key, value
+        return query, key, joint.unflatten(-1, (-1, head))[:, :, heads + kv_heads :]
 
     @staticmethod
     def backward(ctx: Any, d_query: Tensor, d_key: Tensor, d_value: Tensor) -> tuple[Tensor | None, ...]:
@@ -116,7 +115,6 @@ if triton is not None:
         gains,
         query,
         key,
-        value,
         time,
         epsilon,
         heads: tl.constexpr,
@@ -132,22 +130,18 @@ if triton is not None:
         a, b = tl.load(source), tl.load(source + half)
         if head < heads:
             target = query + token * (heads * 2 * half) + head * 2 * half + lanes
-        elif head < heads + kv_heads:
-            target = key + token * (kv_heads * 2 * half) + (head - heads) * 2 * half + lanes
         else:
-            target = value + token * (kv_heads * 2 * half) + (head - heads - kv_heads) * 2 * half + lanes
-        if head < heads + kv_heads:
-            x, y = a.to(tl.float32), b.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(x * x + y * y, 1) / (2 * half) + epsilon)[:, None]
-            x, y = x * scale, y * scale
-            if has_gains:
-                gain = gains + (head >= heads) * 2 * half + lanes
-                x, y = x * tl.load(gain), y * tl.load(gain + half)
-            angles = rotation + token % time * half + lanes
-            cos, sin = tl.load(angles), tl.load(angles + time * half)
-            a, b = (x * cos - y * sin).to(a.dtype), (y * cos + x * sin).to(b.dtype)
-        tl.store(target, a)
-        tl.store(target + half, b)
+            target = key + token * (kv_heads * 2 * half) + (head - heads) * 2 * half + lanes
+        x, y = a.to(tl.float32), b.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x + y * y, 1) / (2 * half) + epsilon)[:, None]
+        x, y = x * scale, y * scale
+        if has_gains:
+            gain = gains + (head >= heads) * 2 * half + lanes
+            x, y = x * tl.load(gain), y * tl.load(gain + half)
+        angles = rotation + token % time * half + lanes
+        cos, sin = tl.load(angles), tl.load(angles + time * half)
+        tl.store(target, (x * cos - y * sin).to(a.dtype))
+        tl.store(target + half, (y * cos + x * sin).to(b.dtype))
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _backward_kernel(  # type: ignore[no-untyped-def]
