@@ -20,9 +20,9 @@ def tiny(storage, **changes):
     return load_recipe("tiny", {"run.storage": str(storage), **changes})
 
 
-def write_law(storage, name="ladder", rungs=6, spread=0.02, noise=0.004, changes=(), **more):
-    """A law whose floor E varies by `spread` between its samples."""
-    floors = np.random.default_rng(1).normal(LAW["E"], spread, 200)
+def write_law(storage, name="ladder", rungs=6, spread=0.02, noise=0.004, higher=0.0, changes=(), **more):
+    """A law whose floor E varies by `spread` between its samples, around one that is `higher` than the law's."""
+    floors = np.random.default_rng(1).normal(LAW["E"] + higher, spread, 200)
     content = {
         "format": 3,
         "family": family_of(tiny(storage)),
@@ -50,6 +50,12 @@ def test_the_loss_is_the_laws_and_its_interval_covers_four_runs_of_five(tmp_path
     deviation = (0.02**2 + (0.004 * loss) ** 2 + (away * loss) ** 2) ** 0.5
     assert (got.low, got.high) == pytest.approx((loss - 1.28 * deviation, loss + 1.28 * deviation), abs=0.012)
     assert got.rests_on == "a law fitted to 6 runs in ladder, 1,000 times the largest one's size × tokens"
+
+
+def test_the_interval_lies_around_the_loss_though_the_samples_are_higher(tmp_path):
+    write_law(tmp_path, higher=0.05)  # as priors that vary make them
+    got = expected_loss(tmp_path)
+    assert got.high / got.loss == pytest.approx(got.loss / got.low, abs=0.004)
 
 
 def test_without_a_law_of_the_family_nothing_is_expected(tmp_path):
