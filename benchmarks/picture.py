@@ -4,8 +4,8 @@
 
 Lines are training losses, means over the seeds and over three logged steps; each ends with its validation loss.
 nanoGPT's are the validation losses of its own training of GPT-2 124M, every 500 steps; its seconds are its step's, as
-measured beside ours. AdamW's is the best of the runs of our GPT-2 124M with 40 M tokens; as two of these shared a GPU,
-its seconds are not drawn.
+measured beside ours. AdamW's is the best of the runs of our GPT-2 124M with 40 M tokens whose files were kept; as two
+of these shared a GPU, its seconds are not drawn.
 """
 
 import json
@@ -24,7 +24,8 @@ Points = list[tuple[int, float]]  # losses by step
 
 def main() -> None:
     nanogpt = figures("step-modern-124m-64x1024")["nanoGPT"]
-    best = min(figures("adamw-gpt2-124m").values(), key=lambda figure: figure["val_loss"])
+    swept = (figures("adamw-gpt2-124m") | figures("adamw-wsd")).values()
+    best = min(swept, key=lambda figure: figure["val_loss"])
     adamw = list(best["runs"].values())
     modern, speedrun = (seeds(f"to-loss-{recipe}") for recipe in ("modern-124m", "speedrun-124m"))
     points = {
