@@ -16,6 +16,7 @@ import pytest
             "sweep tiny training.on_spike=skip,stop",
             "training.on_spike: is not swept, as it says where or how a run works",
         ),
+        ("sweep tiny optimizer.betas=[0.9,0.95]", "sweep: there is nothing to try"),  # a comma, but one value
         ("sweep tiny optimizer.rate=1,2", "unknown key 'optimizer.rate'; did you mean"),
         ("sweep tiny optimizer.learning_rate=0.01,-1", "optimizer.learning_rate: '-1' should be greater than 0"),
         ("sweep tiny optimizer.learning_rate=log:0..1", "log: needs two numbers above 0, the lower first"),

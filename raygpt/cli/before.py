@@ -173,14 +173,14 @@ def sweep(
     from raygpt.sweep import grid
     from raygpt.sweep.forecast import seconds_here
     from raygpt.sweep.runner import prepare_corpus
-    from raygpt.sweep.values import divide, not_swept
+    from raygpt.sweep.values import FIXED, divide, not_swept
     from raygpt.training import prepared
     from raygpt.training.ray import launch
 
     axes, overrides = divide(words)
     if not axes:
         for key, _, text in (word.partition("=") for word in overrides):
-            if "," in text:
+            if "," in text and key.strip().startswith(FIXED):
                 raise not_swept(key)
         raise RaygptError("sweep: there is nothing to try; write e.g. optimizer.learning_rate=1e-3,2e-3,4e-3")
     base = grid.base_of_sweep(recipe, overrides, axes, console.note)

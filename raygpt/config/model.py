@@ -108,7 +108,7 @@ class Model(Part):
         depth = value.get("depth", 12 if family and not any(key in value for key in SIZES) else None)
         try:
             sizes = {} if depth is None else _sizes_of(int(depth))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             return value  # no whole number, as its field says
         return {**preset, **sizes, **value, **({} if depth is None else {"depth": depth})}
 

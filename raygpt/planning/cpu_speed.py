@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
@@ -16,6 +17,7 @@ PRODUCT, REPEATS = 768, 10  # of the matrices: 0.1 s on two cores
 TIMEOUT_S = 60.0
 
 
+@cache  # a sweep plans many trials
 def cpu_speed(cores: int) -> tuple[float, float]:
     """FLOP/s of products, and bytes/s of memory, of so many cores."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")

@@ -72,7 +72,9 @@ class Forecast:
     @property
     def evaluation_s(self) -> float:
         """One validation."""
-        rows = self.recipe.training.eval_rows or (self.corpus.val_tokens or 0) // self.recipe.model.context
+        rows, tokens = self.recipe.training.eval_rows, self.corpus.val_tokens
+        windows = None if tokens is None else tokens // self.recipe.model.context
+        rows = min((count for count in (rows, windows) if count is not None), default=0)
         return rows * self.recipe.model.context * EVALUATED / self.tokens_per_s
 
     def seconds(self, first: int, last: int) -> float:

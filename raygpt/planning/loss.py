@@ -45,6 +45,7 @@ DEVIATES = 64  # drawn for every sample of a law
 COVERED = (10, 90)  # percentiles: four runs of five
 # Keys of a model that change along a ladder of sizes, or do not decide the loss.
 SIZES = ("preset", "depth", "layers", "width", "heads", "head_size", "kv_heads", "hidden")
+TEXT = ("source", "column", "tokenizer", "val", "split", "split_seed", "limit", "dedup")  # keys of data that decide it
 OTHER_THAN_FAMILY = (*SIZES, "precision", "implementation")
 
 
@@ -100,13 +101,14 @@ class Law:
 
 
 def family_of(recipe: Recipe) -> dict[str, Any]:
-    """What runs have in common that one law describes: everything that decides the loss but size, length and seed."""
+    """What runs have in common that one law describes: text, layers, kinds of optimizer and schedule. Rates and batches
+    are assumed to be good ones."""
     values = recipe.to_dict()
     model = {key: value for key, value in values["model"].items() if key not in OTHER_THAN_FAMILY}
     schedule = {key: values["schedule"][key] for key in ("kind", "end", "decay_share") if key in values["schedule"]}
     return {
         "model": model,
-        "data": {key: values["data"][key] for key in ("source", "tokenizer", "val", "split", "limit")},
+        "data": {key: values["data"][key] for key in TEXT},
         "optimizer": {"kind": values["optimizer"]["kind"]},
         "schedule": schedule,
     }

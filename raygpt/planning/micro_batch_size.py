@@ -64,10 +64,8 @@ def _fewest(recipe: Recipe, vocab: int, devices: Devices, mesh: Mapping[str, int
 
     if fits(1):
         return 1
-    low, high = (
-        min(2, rows_each),
-        rows_each,
-    )  # memory falls as they rise, but for the sum of gradients that a second needs
+    # From two on, memory falls as they rise: a second needs room for the sum of gradients, more of them do not.
+    low, high = min(2, rows_each), rows_each
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isqrt, prod
+from math import isqrt
 from typing import Any
 
 from pydantic import ValidationError
@@ -93,7 +93,8 @@ def _fastest_of(fitting: Sequence[Change]) -> Change:
 
 
 def meshes(recipe: Recipe, count: int) -> Iterator[dict[str, int]]:
-    """Every way to arrange so many devices that a context may be divided by, with a tensor axis within a node."""
+    """Every mesh of so many devices whose tensor axis fits into a node, and whose context axis divides the model's
+    context into multiples of 128."""
     for tensor in (number for number in _divisors(count) if number <= LARGEST_TENSOR):
         for context in _divisors(count // tensor) if recipe.engine == "jax" else [1]:
             rest = count // (tensor * context)
@@ -144,7 +145,7 @@ def _changes(now: Forecast, every: Iterator[dict[str, Any]], is_same_run: bool =
 
 
 def _meshes(now: Forecast) -> Iterator[Change]:
-    if prod(now.mesh.values()) > 1 and now.target.count > 1:
+    if now.target.count > 1:
         others = (mesh for mesh in meshes(now.recipe, now.target.count) if mesh != now.mesh)
         if now.fits and now.time.total < LAUNCHES_S:
             others = (mesh for mesh in others if _keeps_rows_whole(mesh))

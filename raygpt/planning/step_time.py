@@ -155,8 +155,8 @@ class Work:
         return self.number_bytes * (sizes["layer"] * layer + 6 * sizes["width"] + logits)
 
     def update_bytes(self, accumulation: int) -> float:
-        """Bytes per parameter: the optimizer reads four numbers and writes three; gradients are read for their norm;
-        each micro-batch rounds the parameters and, if there are several, adds to the gradients."""
+        """Bytes per parameter: a gradient is written, and read for its norm; the optimizer reads four numbers and
+        writes three; each micro-batch rounds the parameters and, if there are several, adds to the gradients."""
         return 36 + accumulation * (6 + 12 * (accumulation > 1))
 
     @property

@@ -68,7 +68,7 @@ class SweepAnswer:
     compared: tuple[Compared, ...]
     diverged: tuple[str, ...]  # names of trials
     fit: Fit
-    tokens: int  # that were trained, of `grid_tokens`
+    tokens: int  # of all rounds, of `grid_tokens`; trials that diverged count in full
     grid_tokens: int
 
     @property
@@ -197,7 +197,10 @@ def _answer(
 ) -> SweepAnswer:
     first = next(iter(best(finals, 1)), None)
     if first is None:
-        raise RaygptError(f"{sweep.folder}: every trial diverged; write lower values, e.g. of optimizer.learning_rate")
+        raise RaygptError(
+            f"{sweep.folder}: every trial that was trained to the end diverged; write lower values, e.g. of "
+            "optimizer.learning_rate"
+        )
     trial = next(trial for trial in sweep.trials if trial.name == first)
     lost = tuple(sorted(name for name in sweep.recipes if name in diverged))
     found = fit(compared, sweep.axes)

@@ -104,7 +104,8 @@ def _is_near(one: Compared, compared: Sequence[Compared], axes: Sequence[Axis]) 
 
 @dataclass(frozen=True)
 class _Solved:
-    """Coefficients of the keys, three for each (x, x², x · log of the fraction), as far as they can be told apart."""
+    """Coefficients of the keys, two for each, as far as they can be told apart. A third, of x · log of the fraction, is
+    fitted beside them and not kept."""
 
     coefficients: Array  # [keys, 2]: of x and x²
     covariance: Array | None  # [keys, 2, 2]; None without a degree of freedom

@@ -20,9 +20,9 @@ from raygpt.config import Recipe
 from raygpt.corpus.mixture import Mixture
 from raygpt.corpus.prepare import Watch as WatchPreparing
 from raygpt.errors import DivergedError, RaygptError, StoppedError
-from raygpt.runs import checkpoints
+from raygpt.runs import checkpoints, free_name
 from raygpt.runs.lock import locked
-from raygpt.training import prepared
+from raygpt.training import prepared, resume
 from raygpt.training.events import Event, Warned
 from raygpt.training.prepared import run_folder_of
 from raygpt.training.ray import launch
@@ -107,6 +107,11 @@ class Runner:
             raise StoppedError(f"{self.folder} is stopped, and its runs are saved; the same command goes on")
 
     def _is_done(self, leg: Leg) -> bool:
+        if changed := resume.changes(leg.folder, leg.recipe):
+            raise RaygptError(
+                f"{leg.folder} is a run of another recipe ({changed}); write run.name={free_name(self.folder)} to "
+                "begin a new folder of runs"
+            )
         return str(leg.recipe.run.name) in self.diverged or leg.is_done
 
     def _conclude(self, leg: Leg, error: BaseException | None) -> None:

@@ -117,6 +117,6 @@ def _as_run(rung: Rung, folder: str) -> Recipe:
     """Validated at its end only: nothing on the way is used."""
     run = rung.recipe.run.model_copy(update={"name": rung.name, "storage": folder, **KEPT})
     training = rung.recipe.training.model_copy(
-        update={"eval_every": rung.recipe.steps, "eval_tasks": (), "prompts": ()}
+        update={"eval_every": rung.recipe.steps, "eval_tasks": (), "eval_items": None, "prompts": ()}
     )
     return Recipe.model_validate(dict(rung.recipe) | {"run": run, "training": training})

@@ -39,10 +39,12 @@ class Evaluation:
 
         loss = self._val_loss(state, part_done)
         scores = self._task_scores(state, part_done)
+        texts = self._texts(state, part_done)
+        # What is recorded counts as evaluated, so everything that a stop may end comes before.
         if loss is not None or scores:
             self._session.record(Validated(step, {**({} if loss is None else {"val_loss": loss}), **scores}))
         write_or_warn(self._session, f"the validation loss of step {step}", lambda: self._keep_loss(step, loss))
-        self._sample(state, step, part_done)
+        self._keep_texts(step, texts)
 
     def _val_loss(self, state: Any, part_done: Callable[[], None]) -> float | None:
         """Mean over the validation set, or `eval_rows` of its rows, evenly spaced; None without a validation set."""
@@ -67,10 +69,13 @@ class Evaluation:
         checkpoints.write_val_loss(self._spec.run_folder, step, loss)
         checkpoints.prune(self._spec.run_folder, self._spec.recipe.run, step)
 
-    def _sample(self, state: Any, step: int, part_done: Callable[[], None]) -> None:
-        """Generate a text from each of the recipe's prompts, always with the same seed."""
-        recipe_prompts, tokenizer = self._training.prompts, self._spec.tokenizer
-        texts = prompts.write(self._engine, state, tokenizer, recipe_prompts, self._training.seed, part_done)
+    def _texts(self, state: Any, part_done: Callable[[], None]) -> list[str]:
+        """A text generated from each of the recipe's prompts, always with the same seed."""
+        training, tokenizer = self._training, self._spec.tokenizer
+        return prompts.write(self._engine, state, tokenizer, training.prompts, training.seed, part_done)
+
+    def _keep_texts(self, step: int, texts: list[str]) -> None:
+        recipe_prompts = self._training.prompts
         for sample in records.samples_of(step, texts, recipe_prompts):
             self._session.emit(Sampled(**sample))
         write_or_warn(

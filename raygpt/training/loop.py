@@ -173,7 +173,7 @@ class Loop:
         return Profile(*(steps or (0, 0)), self._spec.run_folder, self._spec.recipe.engine)
 
     def _end_profile(self, end: Callable[[], str | None]) -> None:
-        """`end` writes the profile if its last step was taken, and returns the file."""
+        """`end` writes the profile if it is complete, or what there is of it at the run's end, and returns the file."""
 
         def write() -> None:
             if file := end():

@@ -24,24 +24,33 @@ def check(run_folder: str, recipe: Recipe, force: bool) -> int:
 
     A run that has taken no step, e.g. because its first recipe had a mistake, is a new one.
     """
-    uri = storage.join(run_folder, RECIPE)
-    if not storage.exists(uri) or not has_taken_steps(run_folder):
+    if not _is_begun(run_folder):
         return 0
-    before = _values(load_recipe(uri))
+    changed = changes(run_folder, recipe)
+    if changed and not force:
+        raise RaygptError(
+            f"{run_folder} is a run of another recipe ({changed}); write run.name={free_name(run_folder)} to begin "
+            "a new one, or add --force to go on with this one all the same"
+        )
+    checkpoint = checkpoints.find_newest(run_folder)
+    return checkpoint.step if checkpoint else 0
+
+
+def changes(run_folder: str, recipe: Recipe) -> str:
+    """The keys that make a recipe another run than the one in the folder, with both values; empty if none does."""
+    if not _is_begun(run_folder):
+        return ""
+    before = _values(load_recipe(storage.join(run_folder, RECIPE)))
     after = _values(recipe)
     changed = [key for key in after if after[key] != before.get(key) and not key.startswith(FREE)]
     lengthened = [key for key in changed if key in LENGTHS and _is_more(after[key], before[key])]
     if lengthened and _is_more(after[WARMUP], before[WARMUP]):
         lengthened.append(WARMUP)
-    changed = [key for key in changed if key not in lengthened]
-    if changed and not force:
-        differences = ", ".join(f"{key}: {before.get(key)} → {after[key]}" for key in changed)
-        raise RaygptError(
-            f"{run_folder} is a run of another recipe ({differences}); write run.name={free_name(run_folder)} to begin "
-            "a new one, or add --force to go on with this one all the same"
-        )
-    checkpoint = checkpoints.find_newest(run_folder)
-    return checkpoint.step if checkpoint else 0
+    return ", ".join(f"{key}: {before.get(key)} → {after[key]}" for key in changed if key not in lengthened)
+
+
+def _is_begun(run_folder: str) -> bool:
+    return storage.exists(storage.join(run_folder, RECIPE)) and has_taken_steps(run_folder)
 
 
 def check_text(run_folder: str, after: int, tokenizer: str, data: list[str], force: bool) -> None:
@@ -58,7 +67,7 @@ def check_text(run_folder: str, after: int, tokenizer: str, data: list[str], for
 
 
 def changed_rate(run_folder: str, after: int, recipe: Recipe) -> str | None:
-    """A warning if a changed length makes the learning rate of the next step jump; None if it does not."""
+    """A warning if a changed length or schedule makes the learning rate of the next step jump; None if it does not."""
     if not after:
         return None
     known = checkpoints.facts(Checkpoint(after, checkpoints.folder_of(run_folder, after)))["recipe"]

@@ -89,6 +89,7 @@ def in_two(folder):
     said["went on"] = train(engine, state, range(HALF + 1, STEPS))[0]
     said["again"] = train(engine, engine.restore(f"{folder}/tensor=2"), range(HALF, STEPS))[0][1:]
     said["other"] = first_steps(TENSOR, **OTHER)
+    said["normed"] = first_steps(TENSOR, qk_norm=True)  # LayerNorms, with gains and biases
     said["weighted"] = weighted(TENSOR, 2, **SIZES)
     engine = make_engine(TENSOR)
     said["first"] = engine.gather(engine.start()).parameters
@@ -158,6 +159,10 @@ def test_in_less_precision_they_agree_as_far_as_it_goes(precision, tolerance, tw
 
 def test_without_biases_with_a_head_of_its_own_and_of_odd_length_too(two):
     np.testing.assert_allclose(two[1]["other"], first_steps(**OTHER), rtol=1e-9)
+
+
+def test_norms_of_heads_with_biases_too(two):
+    np.testing.assert_allclose(two[1]["normed"], first_steps(qk_norm=True), rtol=1e-9)
 
 
 def test_blocks_can_be_computed_again_and_compiled(two, alone):

@@ -248,6 +248,18 @@ def test_every_validation_of_a_run_takes_time(tmp_path):
     assert planned("tiny", "h200", tmp_path, **{"training.eval_every": 90}).seconds(0, 180) > 3 * each
 
 
+def test_a_validation_takes_no_more_windows_than_there_are(tmp_path):
+    got = planned("tiny", "h200", tmp_path)
+    windows = got.corpus.val_tokens // 128
+    assert replace(got, recipe=with_eval_rows(got.recipe, windows)).evaluation_s == got.evaluation_s
+    assert replace(got, recipe=with_eval_rows(got.recipe, 10 * windows)).evaluation_s == got.evaluation_s
+    assert replace(got, recipe=with_eval_rows(got.recipe, 1)).evaluation_s == pytest.approx(got.evaluation_s / windows)
+
+
+def with_eval_rows(recipe, rows):
+    return recipe.model_copy(update={"training": recipe.training.model_copy(update={"eval_rows": rows})})
+
+
 @pytest.mark.parametrize(("count", "sizes"), [(12, {1, 2, 3, 4, 6}), (16, {1, 2, 4, 8}), (1, {1})])
 def test_a_search_tries_each_tensor_axis_within_a_node(count, sizes):
     every = list(meshes(load_recipe("gpt2-124m"), count))

@@ -105,6 +105,17 @@ def test_values_that_only_fit_each_other_are_a_grid(tmp_path):
         check_trials("tiny", overrides, axes)
 
 
+def test_trials_that_were_trained_with_another_recipe_are_refused_though_they_are_done(start):
+    sweep, _, runner = start("optimizer.learning_rate=0.01,0.02", is_whole=True)
+    run_sweep(sweep, runner, lambda text: None)
+    sweep, here, runner = start("optimizer.learning_rate=0.01,0.02", is_whole=True, **{"training.seed": 5})
+    with pytest.raises(
+        RaygptError, match=r"is a run of another recipe \(training.seed: 1337 → 5\); write run.name=sweep-2"
+    ):
+        run_sweep(sweep, runner, lambda text: None)
+    assert here.trained == []
+
+
 def test_another_grid_in_the_same_folder_is_refused(start):
     start(RATES)
     with pytest.raises(RaygptError, match=r"is another sweep \(it differs in keys.*write run.name=sweep-2"):

@@ -9,7 +9,7 @@ from raygpt.planning.loss import read_laws
 from raygpt.recipes import load_recipe
 from raygpt.runs import open_run
 from raygpt.show.scaling_page import scaling_page
-from raygpt.sweep.scaling import claim_ladder, plan_ladder, run_ladder, write_law
+from raygpt.sweep.scaling import _as_run, claim_ladder, plan_ladder, run_ladder, write_law
 
 VOCAB = 257
 
@@ -53,6 +53,13 @@ def test_a_ladder_that_was_killed_goes_on_and_its_law_is_found_beside_the_runs(r
     html = scaling_page(ladder, answer)
     assert f"{answer.loss.loss:.4f}" in html
     assert "http" not in html
+
+
+def test_a_rung_has_none_of_the_tasks_that_the_run_is_evaluated_on(recipe):
+    training = recipe.training.model_copy(update={"eval_tasks": ("lambada=FILE",), "eval_items": 10})
+    ladder = plan_ladder(recipe.model_copy(update={"training": training}), VOCAB, 0.3, 1.0)
+    rung = _as_run(ladder.rungs[0], ladder.folder)
+    assert (rung.training.eval_tasks, rung.training.eval_items) == ((), None)
 
 
 def test_without_validation_text_there_is_no_ladder(recipe):

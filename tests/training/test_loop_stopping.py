@@ -13,7 +13,7 @@ from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.runs import checkpoints
 from raygpt.testing.session import LocalSession
-from raygpt.training.events import CheckpointSaved, Finished, Stopped, Warned
+from raygpt.training.events import CheckpointSaved, Finished, Sampled, Stopped, Warned
 from raygpt.training.loop import Loop
 from raygpt.training.session import Orders
 
@@ -158,6 +158,23 @@ def test_a_validation_is_left_where_all_are_to_stop_and_made_up_for(make_spec, e
     assert ("val", 4) not in kinds(session.events)
     assert len(engine.scored) == 5
     assert kinds(run(spec, FakeEngine()))[:2] == [("start", None), ("val", 4)]
+
+
+def test_an_evaluation_that_a_stop_ends_at_its_texts_is_made_up_for_with_them(make_spec):
+    class AtTexts(LocalSession):
+        def orders(self, steps_per_s):
+            steps, parts = len(engine.batches), len(engine.scored)
+            at_texts = (steps, parts) == (4, 1 + 1)  # a part before the first step, and one after step 4
+            return Orders(stop=True) if at_texts else super().orders(steps_per_s)
+
+    spec, engine = make_spec(**{"training.checkpoint_every": 4}), FakeEngine(micro_rows=10)
+    session = AtTexts()
+    Loop(spec, engine, session).run()
+    assert session.events[-1] == Stopped(4)
+    assert ("val", 4) not in kinds(session.events)
+    again = run(spec, FakeEngine(micro_rows=10))
+    assert kinds(again)[:2] == [("start", None), ("val", 4)]
+    assert 4 in [event.step for event in again if isinstance(event, Sampled)]
 
 
 def test_a_node_about_to_be_lost_is_saved_for_in_the_midst_of_a_validation(make_spec):

@@ -148,7 +148,7 @@ class JaxReader:
             return norm(top, "norm", x, model)
 
     def logits(self, parameters: ReaderState, hidden: Array) -> Array:
-        """[…, vocabulary] of hidden states […, width], without the vocabulary's padding."""
+        """[rows, vocabulary] of hidden states [rows, width], without the vocabulary's padding."""
         table = parameters.top[self.description.output_table]
         with self._arithmetic():
             return logits(hidden, table, self.model.softcap)[:, : self.vocab]

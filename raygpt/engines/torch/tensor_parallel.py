@@ -23,10 +23,12 @@ OF_HEADS = ("head", "value_layers")  # axes of vectors that are for the heads of
 def shard_matrices(gpt: GPT, devices: DeviceMesh) -> None:
     """Shard the matrices of a model in which no parameter is set yet."""
     for parameter in gpt.description.parameters:
-        module = parameter.name.removeprefix("blocks.").removesuffix(".kernel").removesuffix(".gain")
+        module = parameter.name.removeprefix("blocks.").rpartition(".")[0] or parameter.name
         for owner in gpt.blocks if parameter.is_stacked else [gpt]:
             if parameter.own_axes[0] in OF_HEADS:
-                distribute_module(owner.get_submodule(module), devices)
+                norm = owner.get_submodule(module)
+                if not any(isinstance(each, DTensor) for each in norm.parameters()):  # with its gain, also its bias
+                    distribute_module(norm, devices)
             elif not parameter.is_vector and "tensor" in parameter.mesh_axes:  # a bias is sharded with its kernel
                 parallelize_module(owner, devices, {module: _style(parameter)})
                 if parameter.role == "embedding":
