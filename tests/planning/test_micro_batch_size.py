@@ -177,6 +177,7 @@ OUTDATED = "torch modern-350m 32x1024 blocks"
         ("plan-h200-large", 11, 4, []),
         ("plan-h200-checks", 8, 0, []),
         ("plan-h200-blocks", 7, 0, []),
+        ("plan-h200-frozen", 10, 0, []),
     ],
 )
 def test_plans_are_near_what_one_h200_measured(name, fitting, beyond, slow, monkeypatch):
