@@ -358,6 +358,22 @@ BAD_COMBINATIONS = [
         "cluster.resources_per_worker: a worker of engine torch uses one GPU, not 2; write cluster.workers: 4..8 and "
         "leave GPU out",
     ),
+    (
+        {"data.split": "tail", "data.split_seed": 7},
+        "data.split_seed: 7 has no effect with data.split: tail; leave data.split_seed at 2357",
+    ),
+    (
+        {"data.val": "held-out.txt", "data.split_seed": 7},
+        "data.split_seed: 7 has no effect with the validation text 'held-out.txt'; leave data.split_seed at 2357",
+    ),
+    (
+        {"model.position": "rope", "model.rope_share": 0.01},
+        "model.rope_share: 0.01 of a head of 32 is not one pair to rotate; write 0.0625 or more",
+    ),
+    (
+        {"training.accumulation": 100},
+        "training.accumulation: 100 is more than the 32 rows of a batch; write 32 or less",
+    ),
 ]
 
 

@@ -69,6 +69,15 @@ class Recipe(Part):
         return self
 
     @model_validator(mode="after")
+    def _micro_batches_have_rows(self) -> Self:
+        if (self.training.accumulation or 1) > self.rows:
+            raise ValueError(
+                f"training.accumulation: {self.training.accumulation} is more than the {self.rows} rows of a batch; "
+                f"write {self.rows} or less"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _warmup_fits(self) -> Self:
         warmup, steps, most = self.schedule.warmup_steps, self.training.steps, self.longest_warmup
         if steps is None or most is None:

@@ -116,6 +116,14 @@ class Data(Part):
         return self
 
     @model_validator(mode="after")
+    def _seed_decides_something(self) -> Self:
+        seed, default = self.split_seed, Data.model_fields["split_seed"].default
+        if seed != default and (isinstance(self.val, str) or self.split == "tail"):
+            why = "data.split: tail" if self.split == "tail" else f"the validation text {shown(self.val)}"
+            raise ValueError(f"data.split_seed: {seed} has no effect with {why}; leave data.split_seed at {default}")
+        return self
+
+    @model_validator(mode="after")
     def _limit_is_known_to_the_split(self) -> Self:
         if self.limit and self.split == "huggingface":
             raise ValueError(

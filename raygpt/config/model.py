@@ -158,6 +158,11 @@ class Model(Part):
                 f"model.position: rope rotates pairs, and a head of {self.size_of_head} is odd; write an even "
                 "model.head_size"
             )
+        if self.position == "rope" and int(self.rope_share * self.size_of_head // 2) < 1:
+            raise ValueError(
+                f"model.rope_share: {self.rope_share:g} of a head of {self.size_of_head} is not one pair to rotate; "
+                f"write {2 / self.size_of_head:g} or more"
+            )
         if self.value_embeddings * 2 > self.layers:
             raise ValueError(
                 f"model.value_embeddings: {self.value_embeddings} tables are for as many layers at both ends, and "
