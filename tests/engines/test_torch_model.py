@@ -277,6 +277,15 @@ def test_what_pads_the_vocabulary_begins_at_zero():
         assert table[:VOCAB].any(1).all()
 
 
+def test_a_table_of_more_elements_than_int32_counts_begins_with_draws():
+    vocab, width = 300_000, 8192
+    description = describe(Model(layers=1, heads=8, width=width, context=8, tied_head=True), vocab)
+    rows = slice(vocab - 8, vocab + 8)
+    values = OwnLayout(description).initial_values(1, torch.device("cpu"))("tokens.weight", (rows, slice(0, width)))
+    assert values[:8].std() == pytest.approx(0.02, rel=0.02)
+    assert not values[8:].any()
+
+
 def test_gpt2s_initialisation_is_normal_with_smaller_residual_projections():
     for name, deviation in [
         ("tokens", 0.02),

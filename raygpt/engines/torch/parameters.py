@@ -73,7 +73,11 @@ class OwnLayout:
 
         def part(name: str, slices: Slices) -> Tensor:
             place = self.find(name)
-            return draw(place, self._index(place.parameter, slices, device), seed, self._description)
+            values = draw(place, self._index(place.parameter, slices, device), seed, self._description)
+            if not _is_padded(place.parameter):
+                return values
+            rows = torch.arange(slices[0].start, slices[0].stop, device=device)
+            return values * (rows < self._description.sizes["vocabulary"])[:, None]
 
         return part
 
@@ -130,13 +134,13 @@ def _is_padded(parameter: Parameter) -> bool:
 
 
 def draw(place: Place, index: Tensor, seed: int, description: Description) -> Tensor:
-    """Initial values of elements by their int32 index in a layer's array, fp32; zero beyond its end."""
+    """Initial values of elements by their index in a layer's array, fp32. Indices are int32: where an array has more
+    elements they wrap, as a draw depends on their bits alone."""
     parameter, layer = place
     if parameter.initial.kind == "constant":
         return torch.full(index.shape, parameter.initial.size, device=index.device)
     key = random_numbers.keys(parameter, seed, description.sizes["layer"])[layer].tolist()
-    values = random_numbers.draw(parameter.initial, index, (key[0], key[1]), torch)
-    return torch.where(index < prod(description.own_shape(parameter)), values, 0)
+    return random_numbers.draw(parameter.initial, index, (key[0], key[1]), torch)
 
 
 def draw_all(seed: int, description: Description, device: torch.device) -> dict[str, NDArray[Any]]:
