@@ -123,6 +123,18 @@ def test_transformers_model_trains_to_the_same_numbers(alone):
     assert "without dropout inside attention" in engine.describe()["model"]
 
 
+@pytest.mark.parametrize(("wrote", "reads"), [("raygpt", "huggingface"), ("huggingface", "raygpt")])
+def test_a_fork_may_have_the_other_implementation(wrote, reads, tmp_path):
+    pytest.importorskip("transformers")
+    engine = make_engine(precision="fp64", implementation=wrote)
+    state = train(engine, engine.start(), WINDOWS[:3])[1]
+    engine.save(state, str(tmp_path))
+    engine.wait_for_save()
+    other = make_engine(precision="fp64", implementation=reads)
+    expected = train(engine, state, WINDOWS[3:6])[0]
+    np.testing.assert_allclose(train(other, other.restore(str(tmp_path)), WINDOWS[3:6])[0], expected, rtol=1e-9)
+
+
 def test_a_batch_of_five_rows_in_eight_places_is_the_plain_mean_of_five():
     engine = make_engine(4, precision="fp64", rows=5, dropout=0.0, optimizer={"clip": None})
     batch = engine.put(WINDOWS[0, :5])

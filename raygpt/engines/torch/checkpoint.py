@@ -191,9 +191,12 @@ def read_plain_state(folder: str, model: Model, vocab: int) -> PlainState:
 
 def _arrays(reader: CheckpointReader, kind: str, model: Model, vocab: int) -> dict[str, Any]:
     tensors = {name: reader.read(f"{kind}/{name}") for name in reader.names(kind)}
-    # A recipe may ask for raygpt's own implementation where transformers' wrote the checkpoint, e.g. for engine jax.
-    implementation = "raygpt" if "tokens.weight" in reader.names(PARAMETERS) else "huggingface"
-    return layout_of(implementation, describe(model, vocab)).arrays(tensors)
+    return layout_of(implementation_of(reader), describe(model, vocab)).arrays(tensors)
+
+
+def implementation_of(reader: CheckpointReader) -> str:
+    """Which `model.implementation` wrote a checkpoint. The recipe that reads it may have another one."""
+    return "raygpt" if "tokens.weight" in reader.names(PARAMETERS) else "huggingface"
 
 
 def layout_of(implementation: str, description: Description) -> Layout:

@@ -18,7 +18,15 @@ from raygpt.engines.base import Devices, PlainState, Positions
 from raygpt.engines.loss_scale import LossScale
 from raygpt.engines.microbatches import Microbatches, arrange, needed_rows
 from raygpt.engines.spikes import Spikes
-from raygpt.engines.torch.checkpoint import FORMAT, Saver, Shard, layout_of, open_checkpoint
+from raygpt.engines.torch.checkpoint import (
+    FORMAT,
+    Saver,
+    Shard,
+    implementation_of,
+    layout_of,
+    open_checkpoint,
+    read_plain_state,
+)
 from raygpt.engines.torch.devices import DTYPES, accurate, autocast, choose_device, choose_precision
 from raygpt.engines.torch.loss import Objective
 from raygpt.engines.torch.model import GPT
@@ -174,6 +182,8 @@ class TorchEngine:
     def restore(self, folder: str) -> State:
         """The state that was saved in a folder, by any number of processes."""
         reader = open_checkpoint(folder, self.recipe.model.heads)
+        if implementation_of(reader) != self.recipe.model.implementation:
+            return self.load(read_plain_state(folder, self.recipe.model, self.vocab))
         state = self._blank(reader.index["step"])
         self._fill(state, PARAMETERS, partial(reader.read_shard, PARAMETERS))
         for slot in state.optimizer.slots:
