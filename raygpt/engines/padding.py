@@ -1,5 +1,7 @@
 """Pads shapes to sizes that devices compute fast, and to few different ones, which are compiled."""
 
+from math import gcd
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,14 +17,15 @@ def padded_vocab(vocab: int) -> int:
 def pad_windows(
     windows: NDArray[np.int32], longest: int, row_shards: int = 1, time_shards: int = 1
 ) -> NDArray[np.int32]:
-    """Windows [rows, time + 1] padded with zeros: the rows to a power of two, the time to a bucket, or a little more
-    where that does not divide into shards.
+    """Windows [rows, time + 1] padded with zeros: the rows to a power of two, the time to a bucket, or more where its
+    shards would not be multiples of 128, as kernels for TPUs want them, though those of the longest are.
 
     Padding is after or below the data, which does not depend on it.
     """
     rows, time = len(windows), windows.shape[1] - 1
     padded = -(-(1 << (rows - 1).bit_length()) // row_shards) * row_shards
-    longer = -(-bucket(time, longest) // time_shards) * time_shards
+    multiple = time_shards * gcd(longest // time_shards, SHORTEST)
+    longer = -(-bucket(time, longest) // multiple) * multiple
     return np.pad(windows, ((0, padded - rows), (0, longer - time)))
 
 

@@ -1,5 +1,7 @@
 """A trained model that is only read: both engines' readers beside Hugging Face's GPT-2."""
 
+import subprocess
+import sys
 from importlib import import_module
 
 import numpy as np
@@ -9,8 +11,8 @@ from reference import hugging_face
 
 from raygpt.config import Model
 from raygpt.engines import engine_of, read_parameters
-from raygpt.engines.padding import bucket
-from raygpt.engines.torch.reader import linear, product
+from raygpt.engines.padding import bucket, pad_windows
+from raygpt.engines.torch.reader import Linear, product
 from raygpt.interop.gpt2 import from_hugging_face
 from raygpt.models import describe
 from raygpt.recipes import load_recipe
@@ -99,6 +101,16 @@ def test_all_lengths_share_a_few_programs():
     assert {bucket(n, 1000) for n in range(513, 1001)} == {1000}
 
 
+def test_shards_of_a_padded_text_are_as_the_contexts_are():
+    def padded(time, longest, shards):
+        return pad_windows(np.zeros((1, time + 1), np.int32), longest, 1, shards).shape[1] - 1
+
+    assert [padded(time, 1024, 2) for time in (5, 128, 129, 600)] == [256, 256, 256, 1024]  # 128 a shard at least
+    assert padded(5, 1024, 1) == 128
+    assert [padded(time, 24, 3) for time in (5, 24)] == [24, 24]
+    assert padded(5, 1000, 8) == 128  # whose shards of 125 are no multiple of 128 either
+
+
 def test_prompts_of_one_bucket_are_compiled_once(opened, engine):
     if engine == "torch":
         pytest.skip("nothing is compiled")
@@ -128,6 +140,24 @@ def test_parameters_are_read_without_the_optimizer(engine, tmp_path):
         np.testing.assert_array_equal(found[name], array)
 
 
+def test_a_reader_computes_fp64_where_the_run_did(engine):
+    code = f"""
+import numpy as np
+from raygpt.config import Model
+from raygpt.engines import engine_of, make_reader
+from raygpt.recipes import load_recipe
+sizes = {{"layers": 1, "heads": 1, "width": 8, "context": 8}}
+recipe = load_recipe("gpt2-tiny", {{"engine": "{engine}", "model": sizes}})
+trained = engine_of("{engine}").Engine(recipe, 10, precision="fp32")
+parameters = trained.gather(trained.start()).parameters
+reader = make_reader("{engine}", recipe.model.model_copy(update={{"precision": "fp64"}}), 10)
+logs, _ = reader.token_logprobs(reader.load(parameters), np.arange(6, dtype=np.int32)[None])
+print(logs.dtype, reader.describe()["precision"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["float64", "fp64"]
+
+
 def test_an_engine_in_training_scores_tokens_as_its_reader_does(engine):
     trained = engine_of(engine).Engine(recipe(engine), VOCAB)
     state, windows = trained.start(), tokens(3, 8)
@@ -155,10 +185,10 @@ def test_a_product_of_few_rows_is_the_product(rows, out, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     random = np.random.default_rng(rows)
     x, kernel, bias = (random.normal(size=shape) for shape in ((rows, 5), (out, 5), (out,)))
-    layer = torch.nn.Linear(5, out, dtype=torch.float64)
+    layer = Linear(5, out, dtype=torch.float64)
     layer.weight.data, layer.bias.data = torch.tensor(kernel), torch.tensor(bias)
     np.testing.assert_allclose(product(torch.tensor(x), layer.weight.detach()), x @ kernel.T, rtol=1e-12)
-    got = linear(layer, torch.tensor(x).reshape(rows, 1, 5)).detach()
+    got = layer(torch.tensor(x).reshape(rows, 1, 5)).detach()
     np.testing.assert_allclose(got, (x @ kernel.T + bias).reshape(rows, 1, out), rtol=1e-12)
 
 

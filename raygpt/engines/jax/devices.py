@@ -13,6 +13,13 @@ from raygpt.host import cores
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "fp64": jnp.float64}
 
 
+def dtype_of(precision: str) -> Any:
+    """The dtype of a precision. JAX computes fp64 in fp32 unless it is switched on, as it is here."""
+    if precision == "fp64" and jax.dtypes.canonicalize_dtype(jnp.float64) != jnp.float64:
+        jax.config.update("jax_enable_x64", True)
+    return DTYPES[precision]
+
+
 def name_of(dtype: Any) -> str:
     """A dtype as recipes call it."""
     return next(name for name, known in DTYPES.items() if known == dtype)

@@ -17,7 +17,7 @@ from raygpt.engines.base import Devices, PlainState, Positions
 from raygpt.engines.jax import processes, sharding
 from raygpt.engines.jax.attention import Cache, choose_attention
 from raygpt.engines.jax.checkpoint import Saver, restore
-from raygpt.engines.jax.devices import DTYPES, precision_on
+from raygpt.engines.jax.devices import dtype_of, precision_on
 from raygpt.engines.jax.fused import choose_kernels, make_fused_losses
 from raygpt.engines.jax.logits import logits
 from raygpt.engines.jax.model import GPT, Layers
@@ -47,10 +47,8 @@ FIRST_SCALE = 2.0**10
 
 def find_devices(recipe: Recipe) -> Devices:
     """The devices of all connected processes, as a recipe uses them."""
-    if recipe.model.precision == "fp64":
-        jax.config.update("jax_enable_x64", True)
     device, mesh = jax.local_devices()[0], sharding.make_mesh(recipe.mesh_over(jax.device_count()))
-    dtype = DTYPES[precision_on(device, recipe.model.precision)]
+    dtype = dtype_of(precision_on(device, recipe.model.precision))
     setup = device, dtype, mesh, recipe.model
     _, kernel = choose_attention(*setup, recipe.training.deterministic)
     layers = Layers(choices.scans(recipe.training.compile, device.platform, recipe.model.layers))
@@ -90,7 +88,7 @@ class JaxEngine:
         self.batch_rows = recipe.rows
         self._description = describe(recipe.model, vocab)
         self.precision = precision or precision_on(self._device, recipe.model.precision)
-        self._dtype = DTYPES[self.precision]
+        self._dtype = dtype_of(self.precision)
         self._param_dtype = jnp.promote_types(self._dtype, jnp.float32)
         setup = self._device, self._dtype, self.mesh, recipe.model
         self._attention, self._attention_name = choose_attention(*setup, recipe.training.deterministic)

@@ -17,7 +17,7 @@ from raygpt import config
 from raygpt.engines import base
 from raygpt.engines.base import Arrays, Positions
 from raygpt.engines.jax.attention import Attention, Cache, choose_attention
-from raygpt.engines.jax.devices import DTYPES, precision_on
+from raygpt.engines.jax.devices import dtype_of, precision_on
 from raygpt.engines.jax.layers import Array, block, embed, norm, value_embedding
 from raygpt.engines.jax.logits import accurate, logits
 from raygpt.engines.jax.model import blocks_of
@@ -42,7 +42,7 @@ class JaxReader:
         self.description = describe(model, vocab)
         self.device = device or jax.local_devices()[0]
         self.precision = precision or precision_on(self.device, model.precision)
-        self.dtype = DTYPES[self.precision]
+        self.dtype = dtype_of(self.precision)
         mesh = make_mesh(config.Mesh().sizes(), [self.device])
         self._attention, _ = choose_attention(self.device, self.dtype, mesh, model)
 

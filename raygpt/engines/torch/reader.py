@@ -1,7 +1,6 @@
 """Inference by PyTorch on one device: log-probabilities of texts, and generation with a cache. Not compiled."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,10 +35,12 @@ def product(x: Tensor, kernel: Tensor) -> Tensor:
     return torch.bmm(x.expand(parts, -1, -1), shares.mT).transpose(0, 1).flatten(1)
 
 
-def linear(layer: torch.nn.Linear, x: Tensor) -> Tensor:
+class Linear(torch.nn.Linear):
     """The same with any dimensions before the last, and a bias."""
-    out = product(x.flatten(0, -2), layer.weight).view(*x.shape[:-1], -1)
-    return out if layer.bias is None else out + layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = product(x.flatten(0, -2), self.weight).view(*x.shape[:-1], -1)
+        return out if self.bias is None else out + self.bias
 
 
 class TorchReader:
@@ -74,7 +75,7 @@ class TorchReader:
             if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
                 module.to(self.dtype)  # once; autocast would do it for every token
                 if isinstance(module, torch.nn.Linear) and self.device.type == "cpu":
-                    module.forward = functools.partial(linear, module)  # type: ignore[method-assign]
+                    module.__class__ = Linear
         return gpt.eval()
 
     def prefill(self, state: GPT, ids: NDArray[np.int32]) -> LogitsAndCache:
