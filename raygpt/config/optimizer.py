@@ -49,7 +49,7 @@ class Optimizer(Part):
     momentum: Beta = Field(0.9, description="muon: decay rate of the running mean of a matrix's gradient.")
     momentum_warmup: Integer = Field(100, ge=0, description="muon: steps in which momentum rises from 0.85.")
     embedding_rate: Number = Field(0.2, gt=0, description="muon: AdamW's highest rate of embeddings.")
-    head_rate: Number = Field(0.006, gt=0, description="muon: AdamW's highest rate of an untied head.")
+    head_rate: Number = Field(0.006, gt=0, description="muon: AdamW's highest rate of the head, tied or not.")
     gain_rate: Number = Field(0.02, gt=0, description="muon: AdamW's highest rate of gates, gains and biases.")
     cautious: bool = Field(
         False, description="muon (default true): a matrix decays only where its update has the same sign."

@@ -1,7 +1,7 @@
 """A model's parameters and sizes, computed from its config. Everything else about the model follows from them."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 
@@ -35,7 +35,7 @@ class Description:
     @property
     def token_tables(self) -> list[str]:
         """The tables in which tokens are looked up: their embedding, and value embeddings."""
-        return [p.name for p in self.parameters if p.role == "embedding" and "vocabulary" in p.axes]
+        return [p.name for p in self.parameters if "vocabulary" in p.axes and p.name != "head"]
 
     @property
     def output_table(self) -> str:
@@ -97,7 +97,7 @@ def describe(model: Model, vocab: int) -> Description:
 
 def _parameters(model: Model, sizes: Mapping[str, int]) -> Iterator[Parameter]:
     linear = partial(_linear, model=model, sizes=sizes)
-    yield _table("tokens", "vocabulary", model)
+    yield _tied_table(model) if model.tied_head else _table("tokens", "vocabulary", model)
     if model.position == "learned":
         yield _table("positions", "context", model)
     if model.value_embeddings:
@@ -142,6 +142,14 @@ def _table(name: str, axis: str, model: Model) -> Parameter:
     """An embedding: normal 0.02 as in GPT-2; beside Xavier's kernels with a variance of 1 / width, as in Flax."""
     deviation = {"gpt2": 0.02, "xavier": model.width**-0.5, "modern": 1.0}[model.init]
     return Parameter(name, (axis, "width"), "embedding", InitialValues("normal", deviation))
+
+
+def _tied_table(model: Model) -> Parameter:
+    """The token embedding that is also the output head. Its first values and its rate are a head's: with an embedding's
+    the logits, sums of `width` products, would be huge."""
+    tokens = _table("tokens", "vocabulary", model)
+    first = InitialValues("normal", 0.02) if model.init == "modern" else tokens.initial
+    return replace(tokens, role="head", initial=first, fan_in=("width",))
 
 
 def _norm(name: str, axis: str, model: Model) -> Iterator[Parameter]:

@@ -125,6 +125,20 @@ def test_both_engines_take_the_same_steps(name):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
+@pytest.mark.parametrize("preset", ["llama", "nanochat"])
+def test_with_a_tied_head_muon_begins_at_chance_and_learns(preset, engine):
+    model = Model(preset=preset, tied_head=True, **SMALL)
+    recipe = Recipe(engine=engine, model=model, optimizer={"kind": "muon"}, training={"batch_tokens": 4 * CONTEXT})
+    computes = import_module(f"raygpt.engines.{engine}.engine").Engine(recipe, VOCAB, precision="fp32")
+    state, losses = computes.start(), []
+    for batch in batches(1, 4).repeat(20, axis=0):
+        state, metrics = computes.step(state, computes.put(batch[computes.rows]))
+        losses.append(computes.read(metrics)["loss"])
+    assert losses[0] == pytest.approx(np.log(VOCAB), rel=0.02)
+    assert max(losses) < losses[0] + 0.2
+    assert losses[-1] < 0.5
+
+
 @pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, *also({"data": 2, "context": 4}, {"fsdp": 8})])
 def test_no_mesh_and_no_accumulation_changes_a_loss(mesh):
     jax = pytest.importorskip("jax")

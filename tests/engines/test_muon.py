@@ -35,7 +35,7 @@ STEPS, ROWS, CONTEXT, VOCAB = 50, 8, 16, 100
 WINDOWS = np.random.default_rng(0).integers(0, VOCAB, (3, ROWS, CONTEXT + 1)).astype(np.int32)
 SIZES = {"layers": 2, "heads": 4, "width": 32, "context": CONTEXT}
 
-RATES = {"learning_rate": 0.002, "embedding_rate": 0.02, "head_rate": 0.001, "gain_rate": 0.002}
+RATES = {"learning_rate": 0.002, "embedding_rate": 0.01, "head_rate": 0.02, "gain_rate": 0.002}
 MUON = {"kind": "muon", "momentum_warmup": 25, "weight_decay": 0.1, **RATES}
 
 

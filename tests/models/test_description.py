@@ -58,6 +58,13 @@ def test_every_parameter_has_axes_of_known_size_a_role_and_a_fan_in_if_it_multip
     assert {name.rpartition(".")[2] for name, role in roles.items() if role == "matrix"} == {"kernel"}
 
 
+def test_a_tied_table_begins_and_is_trained_as_a_head():
+    tied, own = (describe(Model(preset="qwen3", tied_head=is_tied), 1000).by_name for is_tied in (True, False))
+    assert (tied["tokens"].role, tied["tokens"].initial.size) == ("head", 0.02)
+    assert (own["tokens"].role, own["tokens"].initial.size, own["head"].role) == ("embedding", 1.0, "head")
+    assert describe(Model(preset="qwen3", tied_head=True), 1000).token_tables == ["tokens"]
+
+
 def test_without_biases_there_are_none():
     assert not [p.name for p in describe(Model(bias=False), 100).parameters if p.role == "bias"]
 

@@ -31,7 +31,7 @@ def shard_matrices(gpt: GPT, devices: DeviceMesh) -> None:
                     distribute_module(norm, devices)
             elif not parameter.is_vector and "tensor" in parameter.mesh_axes:  # a bias is sharded with its kernel
                 parallelize_module(owner, devices, {module: _style(parameter)})
-                if parameter.role == "embedding":
+                if parameter.name in gpt.description.token_tables:
                     owner.get_submodule(module).register_forward_hook(_copied)
     gpt.tensor_size = devices.size()
 
