@@ -1,4 +1,4 @@
-"""Continuations and tasks, beside plain arithmetic on Hugging Face's GPT-2."""
+"""Continuations and tasks, beside plain arithmetic on Hugging Face's GPT-2 and NanoChat."""
 
 import io
 import json
@@ -15,7 +15,6 @@ from raygpt.corpus.tokenizers import Bytes, Char
 from raygpt.errors import RaygptError
 from raygpt.evaluation import continuations, tasks
 from raygpt.evaluation.continuations import Likelihood, Pair, encode, likelihoods
-from raygpt.interop.gpt2 import from_hugging_face
 from raygpt.models import describe
 from raygpt.recipes import load_recipe
 from raygpt.show.training import live_progress
@@ -24,26 +23,34 @@ from raygpt.training.events import Validated
 CONTEXT, VOCAB = 24, 257
 
 
-@pytest.fixture(scope="module")
-def reference():
+@pytest.fixture(scope="module", params=["gpt2", "nanochat"])
+def reference(request):
+    """A model of transformers, and its keys and parameters as raygpt has them."""
     import torch
     import transformers
 
     torch.manual_seed(2)
-    ends = {"bos_token_id": None, "eos_token_id": None}
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=2, initializer_range=0.2, **ends
-    )
-    return transformers.GPT2LMHeadModel(config).eval()
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    model = Model(preset=request.param, layers=2, heads=2, width=32, context=CONTEXT, precision="fp32")
+    if request.param == "gpt2":
+        sizes = {"n_positions": CONTEXT, "n_embd": 32, "n_layer": 2, "n_head": 2}
+        config = transformers.GPT2Config(vocab_size=VOCAB, initializer_range=0.2, **sizes, **ends)
+        theirs = transformers.GPT2LMHeadModel(config).eval()
+    else:
+        sizes = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+        more = {"num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "initializer_range": 0.2}
+        config = transformers.NanoChatConfig(vocab_size=VOCAB, **sizes, **more, **ends)
+        theirs = transformers.NanoChatForCausalLM(config).eval()
+    arrays = {name: tensor.numpy() for name, tensor in theirs.state_dict().items()}
+    interop = import_module(f"raygpt.interop.{request.param}")
+    ours = interop.from_hugging_face(arrays, describe(model, VOCAB))
+    return SimpleNamespace(theirs=theirs, model=model, parameters=ours)
 
 
 @pytest.fixture(scope="module", params=["jax", "torch"])
 def loaded(request, reference):
-    model = Model(layers=2, heads=2, width=32, context=CONTEXT, precision="fp32")
-    reader = import_module(f"raygpt.engines.{request.param}.reader").Reader(model, VOCAB)
-    arrays = {name: tensor.numpy() for name, tensor in reference.state_dict().items()}
-    state = reader.load(from_hugging_face(arrays, describe(model, VOCAB)))
-    return SimpleNamespace(reader=reader, state=state, tokenizer=Bytes())
+    reader = import_module(f"raygpt.engines.{request.param}.reader").Reader(reference.model, VOCAB)
+    return SimpleNamespace(reader=reader, state=reader.load(reference.parameters), tokenizer=Bytes())
 
 
 def by_hand(reference, context, continuation):
@@ -55,7 +62,7 @@ def by_hand(reference, context, continuation):
     for place in range(len(ids) - len(continuation.encode()), len(ids)):
         seen = ids[max(0, len(ids) - 1 - CONTEXT) : place]
         with torch.no_grad():
-            logs = reference(torch.tensor([seen])).logits[0, -1].log_softmax(0)
+            logs = reference.theirs(torch.tensor([seen])).logits[0, -1].log_softmax(0)
         total, greedy = total + float(logs[ids[place]]), greedy and int(logs.argmax()) == ids[place]
     return total, greedy
 
@@ -85,7 +92,7 @@ def test_a_continuation_of_the_likeliest_tokens_is_greedy(loaded, reference):
 
     letters = [chr(code) for code in range(ord("A"), ord("z"))]
     with torch.no_grad():
-        likeliest = reference(torch.tensor([[ord(c)] for c in letters])).logits[:, -1].argmax(1).tolist()
+        likeliest = reference.theirs(torch.tensor([[ord(c)] for c in letters])).logits[:, -1].argmax(1).tolist()
     pairs = [Pair(c, chr(token)) for c, token in zip(letters, likeliest, strict=True) if 33 <= token < 127]
     assert len(pairs) > 3
     others = [Pair(c, chr(ord(after) - 1)) for c, after in pairs]
