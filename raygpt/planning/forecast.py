@@ -92,7 +92,8 @@ class Forecast:
     @property
     def unused(self) -> str | None:
         """In one line, how many of the target's devices the recipe's workers would leave idle, and what to write."""
-        workers, keys = self.recipe.cluster.max_workers, worker_keys(self.recipe.cluster, self.target)
+        workers = self.recipe.worker_counts(self.target.device.platform)[-1]
+        keys = worker_keys(self.recipe.cluster, self.target)
         needed = keys["cluster.workers"]
         if workers >= needed:
             return None
@@ -103,9 +104,9 @@ class Forecast:
     @property
     def missing(self) -> str | None:
         """In one line, that the recipe needs more workers than the target has room for, and what to write."""
-        cluster = self.recipe.cluster
+        cluster, platform = self.recipe.cluster, self.target.device.platform
         room = worker_keys(cluster, self.target)["cluster.workers"]
-        if self.target.device.platform == "cpu" or cluster.min_workers <= room:
+        if platform == "cpu" or self.recipe.worker_counts(platform)[0] <= room:
             return None
         return (
             f"cluster.workers: {cluster.workers} has no room on {self.target}, which takes {room}; the plan is for "

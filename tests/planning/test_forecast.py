@@ -239,6 +239,11 @@ def test_more_workers_than_a_target_has_room_for_are_said(tmp_path):
     assert planned("gpt2-124m", "8xh100", tmp_path, **{"cluster.workers": 8}).missing is None
 
 
+def test_devices_with_which_an_elastic_run_cannot_fill_its_mesh_are_said(tmp_path):
+    got = planned("gpt2-124m", "8xh100", tmp_path, **{"cluster.workers": "2..7", "cluster.mesh.fsdp": 2})
+    assert got.unused == ("cluster.workers: 2..7 would use 6 of the 8 devices; train with cluster.workers=8")
+
+
 def test_every_validation_of_a_run_takes_time(tmp_path):
     got = planned("tiny", "h200", tmp_path, **{"training.steps": 180, "training.eval_every": 100})
     step, each = got.time.total, got.evaluation_s

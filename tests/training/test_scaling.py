@@ -105,6 +105,24 @@ def test_a_worker_has_its_fraction_of_a_gpu_from_one_gpu(monkeypatch):
     assert [scaling.Workers(cluster, "gpu").room() for cluster in clusters] == [4, 6, 4, 2, 1]
 
 
+def test_an_elastic_run_waits_for_as_many_workers_as_fill_its_mesh(monkeypatch):
+    """Where fewer are there, and no others can come, it would wait for ever."""
+    monkeypatch.setattr(scaling, "has_autoscaler", lambda: False)
+    recipe = load_recipe("tiny", {"engine": "torch", "cluster.workers": "1..5", "cluster.mesh.fsdp": 2})
+    workers = scaling.for_mesh(scaling.Workers(recipe.cluster, "gpu"), recipe)
+    assert (workers.cluster.workers, list(workers.counts)) == ("2..4", [2, 4])
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 16.0, "GPU": 1.0}}])
+    with pytest.raises(RaygptError, match=r"^cluster\.workers: 2\.\.4 × 1 CPU, 1 GPU do not fit: .* room for 1 "):
+        scaling.ensure_room(workers)
+
+
+def test_workers_that_cannot_fill_the_mesh_are_refused_once_their_devices_are_known():
+    recipe = load_recipe("tiny", {"cluster.workers": "5..7", "cluster.mesh.fsdp": 4})
+    assert scaling.for_mesh(scaling.Workers(recipe.cluster, "cpu"), recipe).cluster.workers == "5..7"
+    with pytest.raises(RaygptError, match=r"^cluster\.workers: no number in 5\.\.7 fills cluster\.mesh"):
+        scaling.for_mesh(scaling.Workers(recipe.cluster, "gpu"), recipe)
+
+
 def test_a_local_cluster_has_cpus_for_no_more_workers_than_fit_its_memory(monkeypatch):
     """Ray starts a process for each."""
     monkeypatch.setattr(scaling, "cores", lambda: 2)
