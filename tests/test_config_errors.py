@@ -324,6 +324,11 @@ BAD_COMBINATIONS = [
         "write cluster.mesh.data: -1, or one number of workers",
     ),
     (
+        {"cluster.resources_per_worker": {"GPU": 0.5}, "cluster.workers": "1..2"},
+        "cluster.resources_per_worker: a run whose workers have 0.5 of a GPU can have one worker, not 1..2: two on one "
+        "GPU cannot exchange gradients; write cluster.workers: 1, or leave GPU out",
+    ),
+    (
         {"engine": "torch", "cluster.mesh.fsdp": 4, "cluster.workers": "5..7"},
         "cluster.workers: no number in 5..7 fills cluster.mesh, data=-1 × fsdp=4; write e.g. cluster.workers: 4..7",
     ),

@@ -132,6 +132,17 @@ class Recipe(Part):
         return self
 
     @model_validator(mode="after")
+    def _no_two_workers_share_a_gpu(self) -> Self:
+        cluster = self.cluster
+        if cluster.gpu_share < 1 and cluster.max_workers > 1:
+            raise ValueError(
+                f"cluster.resources_per_worker: a run whose workers have {cluster.gpu_share:g} of a GPU can have one "
+                f"worker, not {cluster.workers}: two on one GPU cannot exchange gradients; write cluster.workers: 1, "
+                "or leave GPU out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _mesh_divides_model(self) -> Self:
         mesh = self.cluster.mesh.sizes()
         if indivisible := self.indivisible(mesh):

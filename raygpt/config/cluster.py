@@ -151,6 +151,11 @@ class Cluster(Part):
         return self.min_workers < self.max_workers
 
     @property
+    def gpu_share(self) -> float:
+        """The part of a GPU that a worker has: less than 1 where `resources_per_worker` has a fraction."""
+        return min(1.0, self.resources_per_worker.get("GPU") or 1.0)
+
+    @property
     def min_workers(self) -> int:
         """The fewest workers that the run may have; equal to max_workers unless it is elastic."""
         return int(str(self.workers).split("..")[0])

@@ -194,6 +194,23 @@ def test_a_model_that_fits_on_no_accelerator_of_the_cluster_is_refused_before_wo
         assert memory.request_memory(workers, xl, vocab=50257) == workers
 
 
+@pytest.mark.parametrize("engine", ["jax", "torch"])
+def test_a_model_has_to_fit_the_part_of_a_gpu_that_its_worker_has(engine, monkeypatch):
+    monkeypatch.setattr(memory, "alive_nodes", lambda: [{"Resources": {"GPU": 1.0, "accelerator_type:L4": 1.0}}])
+    monkeypatch.setattr(ray, "nodes", list)
+    large = {"engine": engine, "model.preset": "gpt2-large", "training.batch_tokens": 1024}  # 17 GiB with JAX, of 24
+    for part, is_refused in ((1, False), (0.5, True)):
+        recipe = load_recipe("tiny", {**large, "cluster.resources_per_worker": {"GPU": part}})
+        workers = scaling.Workers(recipe.cluster, "gpu")
+        if is_refused:
+            with pytest.raises(
+                RaygptError, match=r"^model: it needs .* GiB on a device .*, but the device has 1[01]\."
+            ):
+                memory.request_memory(workers, recipe, vocab=50257)
+        else:
+            assert memory.request_memory(workers, recipe, vocab=50257) == workers
+
+
 def test_the_memory_of_other_nodes_is_looked_at_there(ray_cluster, monkeypatch):
     monkeypatch.setattr(memory, "is_our_own", lambda: False)
     recipe = load_recipe("tiny")
@@ -235,6 +252,8 @@ def test_each_gpu_of_a_node_has_a_process_of_its_own(scenario):
         assert worker["environment"]["LD_LIBRARY_PATH"] == ""  # the driver's would hide the libraries in JAX's wheels
         assert worker["environment"]["JAX_PLATFORMS"] == "cuda,cpu"
         assert worker["environment"]["RAYGPT_TEST"] == "passed through"
+        assert worker["environment"]["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.92"
+    assert result["sharing"]["environment"]["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.46"
     assert result["refusal"] == (
         "cluster.workers: 4 × 1 CPU, 1 GPU do not fit: the cluster has room for 3 (3 nodes, 6 CPU, 3 GPU); "
         "write cluster.workers: 3, or add nodes"

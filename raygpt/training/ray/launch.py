@@ -121,7 +121,7 @@ def train(
                 workers,
                 folder,
                 mailbox,
-                backend=backend_for(run.recipe.engine, workers.accelerator),
+                backend=backend_for(run.recipe.engine, workers.accelerator, workers.cluster.gpu_share),
                 hang_after=run.recipe.training.hang_after,
             )
             driver.error = fit(trainer, driver.add, poll)
