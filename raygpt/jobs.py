@@ -234,9 +234,10 @@ class JobServer:
             found = self._get("/nodes?view=summary")["summary"]
             alive = [node["raylet"] for node in found if node["raylet"].get("state") == "ALIVE"]
             nodes = [node.get("resourcesTotal") or {} for node in alive]
-        wanted = resources_of_worker(cluster, choose_accelerator(cluster, recipe.engine, nodes), nodes)
+        accelerator = choose_accelerator(cluster, recipe.engine, nodes)
+        wanted = resources_of_worker(cluster, accelerator, nodes)
         room = room_on(nodes, wanted, cluster.accelerator_type)
-        if room < cluster.min_workers:
+        if room < recipe.worker_counts(accelerator)[0]:
             raise RaygptError(no_room(describe_workers(cluster, wanted), room, nodes, wanted, self.address))
 
     def _has_autoscaler(self) -> bool:

@@ -354,3 +354,14 @@ def test_a_prompt_that_the_tokenizer_cannot_read_is_refused_before_the_run_start
     assert message.startswith("training.prompts: 'D€' cannot be read: the character '€' (U+20AC) is not among")
     assert message.endswith("; leave it out")
     assert not (tmp_path / "runs" / "tiny").exists()
+
+
+def test_items_that_the_tokenizer_cannot_encode_are_refused_before_the_run_starts(ray_cluster, raygpt, text, tmp_path):
+    (tmp_path / "items.jsonl").write_text('{"text": "Doc"}\n{"text": "Doc €"}\n')
+    words = ("train", "tiny", f"data.source={text}", *SHORT, "data.tokenizer=char")
+    message = fails(raygpt(*words, "training.eval_tasks=lambada=items.jsonl"))
+    assert message.startswith(
+        "training.eval_tasks: lambada cannot be evaluated: the character '€' (U+20AC) is not among"
+    )
+    assert message.endswith("; leave it out")
+    assert not (tmp_path / "runs" / "tiny").exists()

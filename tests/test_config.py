@@ -191,6 +191,24 @@ def test_workers_are_a_number_or_a_range(workers: str, least: int, most: int) ->
 
 
 @pytest.mark.parametrize(
+    ("engine", "cluster", "accelerator", "counts"),
+    [
+        ("torch", {"workers": "2..7", "mesh": {"fsdp": 2}}, "cpu", [2, 4, 6]),
+        ("torch", {"workers": "1..8", "mesh": {"tensor": -1}}, "gpu", [1, 2, 4]),  # of 4 heads
+        ("jax", {"workers": "3..9", "mesh": {"tensor": 4}}, "gpu", [4, 8]),
+        ("jax", {"workers": "1..4", "mesh": {"fsdp": 4}, "resources_per_worker": {"GPU": 2}}, "gpu", [2, 4]),
+        ("jax", {"workers": "1..3", "mesh": {"fsdp": 2}}, "cpu", [1, 2, 3]),  # each has the cores of its node
+        ("torch", {"workers": 3, "mesh": {"fsdp": 2}}, "gpu", [3]),
+    ],
+)
+def test_an_elastic_run_has_as_many_workers_as_fill_its_mesh(
+    engine: str, cluster: dict[str, Any], accelerator: str, counts: list[int]
+) -> None:
+    recipe = load_recipe("gpt2-tiny", {"engine": engine, "cluster": cluster})
+    assert list(recipe.worker_counts(accelerator)) == counts
+
+
+@pytest.mark.parametrize(
     ("mesh", "sizes"),
     [
         ("{}", [-1, 1, 1, 1]),

@@ -323,6 +323,24 @@ BAD_COMBINATIONS = [
         "cluster.mesh: every axis is fixed, but cluster.workers is 1..2; "
         "write cluster.mesh.data: -1, or one number of workers",
     ),
+    (
+        {"cluster.resources_per_worker": {"GPU": 0.5}, "cluster.workers": "1..2"},
+        "cluster.resources_per_worker: a run whose workers have 0.5 of a GPU can have one worker, not 1..2: two on one "
+        "GPU cannot exchange gradients; write cluster.workers: 1, or leave GPU out",
+    ),
+    (
+        {"engine": "torch", "cluster.mesh.fsdp": 4, "cluster.workers": "5..7"},
+        "cluster.workers: no number in 5..7 fills cluster.mesh, data=-1 × fsdp=4; write e.g. cluster.workers: 4..7",
+    ),
+    (
+        {"cluster.accelerator": "gpu", "cluster.mesh.tensor": 4, "cluster.workers": "1..3"},
+        "cluster.workers: no number in 1..3 fills cluster.mesh, data=-1 × tensor=4; write e.g. cluster.workers: 1..4",
+    ),
+    (
+        {"engine": "torch", "cluster.mesh.tensor": -1, "cluster.workers": "5..999999999"},
+        "cluster.workers: no number in 5..999999999 fills cluster.mesh, tensor=-1; "
+        "write cluster.mesh.data: -1 in place of tensor: -1",
+    ),
     ({"cluster.mesh.tensor": 3}, "cluster.mesh.tensor: 3 does not divide model.heads 4; write 1"),
     (
         {"cluster.mesh.tensor": 4, "model.kv_heads": 2},

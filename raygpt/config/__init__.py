@@ -5,7 +5,7 @@ are written dotted in overrides and in errors: `training.steps`. Validators rais
 included; `load_recipe` turns it into a RaygptError.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import Annotated, Any, Literal, Self
 
@@ -141,12 +141,31 @@ class Recipe(Part):
         return self
 
     @model_validator(mode="after")
+    def _no_two_workers_share_a_gpu(self) -> Self:
+        cluster = self.cluster
+        if cluster.gpu_share < 1 and cluster.max_workers > 1:
+            raise ValueError(
+                f"cluster.resources_per_worker: a run whose workers have {cluster.gpu_share:g} of a GPU can have one "
+                f"worker, not {cluster.workers}: two on one GPU cannot exchange gradients; write cluster.workers: 1, "
+                "or leave GPU out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _mesh_divides_model(self) -> Self:
         mesh = self.cluster.mesh.sizes()
         if indivisible := self.indivisible(mesh):
             axis, key, whole = indivisible
             wrong = f"cluster.mesh.{axis}: {mesh[axis]} does not divide model.{key} {whole}"
             raise ValueError(f"{wrong}; write {gcd(mesh[axis], whole)}")
+        return self
+
+    @model_validator(mode="after")
+    def _elastic_mesh_can_be_made(self) -> Self:
+        try:
+            self.worker_counts(self.cluster.accelerator)
+        except RaygptError as error:
+            raise ValueError(str(error)) from None
         return self
 
     def indivisible(self, mesh: Mapping[str, int]) -> tuple[str, str, int] | None:
@@ -171,6 +190,47 @@ class Recipe(Part):
                 f"write {gcd(mesh[axis], whole)}"
             )
         return mesh
+
+    def worker_counts(self, accelerator: str) -> Sequence[int]:
+        """The numbers in `cluster.workers`, ascending; of an elastic run whose workers are known to have a number of
+        devices each, those with which the mesh can be made. Refuses a range that has none."""
+        cluster, each = self.cluster, self._devices_of_worker(accelerator)
+        if each is None or not cluster.is_elastic:
+            return range(cluster.min_workers, cluster.max_workers + 1)
+        counts = self._counts_that_fill_the_mesh(each)
+        if not counts:
+            raise RaygptError(
+                f"cluster.workers: no number in {cluster.workers} fills cluster.mesh, {cluster.mesh}; "
+                f"write {self._other_workers(each)}"
+            )
+        return counts
+
+    def _devices_of_worker(self, accelerator: str) -> int | None:
+        """None where its node decides: JAX takes every core of a CPU, and every chip of a TPU's host."""
+        if self.engine == "torch":
+            return 1
+        return max(1, int(self.cluster.resources_per_worker.get("GPU", 1))) if accelerator == "gpu" else None
+
+    def _counts_that_fill_the_mesh(self, each: int) -> Sequence[int]:
+        mesh, most, step = self.cluster.mesh, self.cluster.max_workers, self._worker_step(each)
+        first = -(-self.cluster.min_workers // step) * step
+        if -1 in (mesh.data, mesh.fsdp):
+            return range(first, most + 1, step)
+        # `tensor` or `context`, which divides the model's heads or context, and is no larger than they are
+        most = min(most, mesh.fixed * max(self.model.heads, self.model.context) // each)
+        return [count for count in range(first, most + 1, step) if not self.indivisible(mesh.over(count * each))]
+
+    def _worker_step(self, each: int) -> int:
+        """Of so many workers the devices are a multiple of the mesh's fixed axes."""
+        return self.cluster.mesh.fixed // gcd(self.cluster.mesh.fixed, each)
+
+    def _other_workers(self, each: int) -> str:
+        """What to write instead of a range of workers that has no number with which the mesh can be made."""
+        cluster, step = self.cluster, self._worker_step(each)
+        if axis := next((axis for axis in ("tensor", "context") if cluster.mesh.sizes()[axis] == -1), None):
+            return f"cluster.mesh.data: -1 in place of {axis}: -1"
+        nearest = cluster.min_workers // step * step or step
+        return f"e.g. cluster.workers: {min(cluster.min_workers, nearest)}..{max(cluster.max_workers, nearest)}"
 
     @property
     def longest_warmup(self) -> int | None:

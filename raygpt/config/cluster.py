@@ -57,16 +57,23 @@ class Mesh(Part):
         """Whether every device has a full copy of the model."""
         return self.fsdp == self.tensor == self.context == 1
 
+    @property
+    def fixed(self) -> int:
+        """Devices along the axes whose sizes are given."""
+        return prod(size for size in self.sizes().values() if size > 0)
+
+    def __str__(self) -> str:
+        """data=-1 × fsdp=2."""
+        return " × ".join(f"{axis}={size}" for axis, size in self.sizes().items() if size != 1) or "data=1"
+
     def over(self, devices: int, remedy: str = "change cluster.workers") -> dict[str, int]:
         """The sizes for a number of devices: the axis that is -1 takes what the others leave. `remedy` is how their
         number is changed."""
-        fixed = prod(size for size in self.sizes().values() if size > 0)
-        sizes = {axis: devices // fixed if size == -1 else size for axis, size in self.sizes().items()}
+        sizes = {axis: devices // self.fixed if size == -1 else size for axis, size in self.sizes().items()}
         if prod(sizes.values()) != devices:
-            wanted = " × ".join(f"{axis}={size}" for axis, size in self.sizes().items() if size != 1) or "data=1"
             change = "change one" if -1 in self.sizes().values() else "write -1 for the axis that takes what is left"
             raise RaygptError(
-                f"cluster.mesh: {wanted} does not multiply to the {devices} devices there are; {change}, or {remedy}"
+                f"cluster.mesh: {self} does not multiply to the {devices} devices there are; {change}, or {remedy}"
             )
         return sizes
 
@@ -131,12 +138,22 @@ class Cluster(Part):
 
     @model_validator(mode="after")
     def _elastic_mesh_has_an_open_axis(self) -> Self:
-        if self.min_workers < self.max_workers and -1 not in self.mesh.sizes().values():
+        if self.is_elastic and -1 not in self.mesh.sizes().values():
             raise ValueError(
                 f"cluster.mesh: every axis is fixed, but cluster.workers is {self.workers}; "
                 "write cluster.mesh.data: -1, or one number of workers"
             )
         return self
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of workers may change during the run."""
+        return self.min_workers < self.max_workers
+
+    @property
+    def gpu_share(self) -> float:
+        """The part of a GPU that a worker has: less than 1 where `resources_per_worker` has a fraction."""
+        return min(1.0, self.resources_per_worker.get("GPU") or 1.0)
 
     @property
     def min_workers(self) -> int:

@@ -62,7 +62,7 @@ class Deployment:
 
     @property
     def is_elastic(self) -> bool:
-        return self.recipe.cluster.min_workers < self.recipe.cluster.max_workers
+        return self.recipe.cluster.is_elastic
 
     @property
     def has_autoscaler(self) -> bool:
@@ -231,6 +231,7 @@ def _workers_per_pod(recipe: Recipe, options: Options, accelerator: str) -> int:
 
 
 def _check_workers(deployment: Deployment) -> None:
+    deployment.recipe.worker_counts(deployment.accelerator)  # refuses a range that never fills the mesh
     cluster, each = deployment.recipe.cluster, deployment.workers_per_pod * deployment.hosts
     if deployment.slice and deployment.is_elastic:
         raise RaygptError(

@@ -10,8 +10,9 @@ import numpy as np
 
 from raygpt import storage
 from raygpt.corpus.sources import resolve
+from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.errors import RaygptError
-from raygpt.evaluation.continuations import Likelihood, Pair, ScorableModel, Watch, likelihoods
+from raygpt.evaluation.continuations import Encoded, Likelihood, Pair, ScorableModel, Watch, encode, score
 
 Item = dict[str, Any]
 Figures = dict[str, float]
@@ -145,12 +146,19 @@ def item_likelihoods(
     model: ScorableModel, name: str, items: Sequence[Item], watch: Watch = lambda done, total: None
 ) -> list[list[Likelihood]]:
     """The likelihoods of each item's pairs."""
-    pairs_by_item = [TASKS[name].pairs(item) for item in items]
+    flat = iter(score(model, encode_items(model.tokenizer, name, items, model.reader.context), watch))
+    return [[next(flat) for _ in TASKS[name].pairs(item)] for item in items]
+
+
+def encode_items(tokenizer: Tokenizer, name: str, items: Sequence[Item], context: int) -> list[Encoded]:
+    """The pairs of all items, encoded. Refuses items that the tokenizer cannot encode."""
     try:
-        flat = iter(likelihoods(model, [pair for pairs in pairs_by_item for pair in pairs], watch))
+        return encode(tokenizer, [pair for item in items for pair in TASKS[name].pairs(item)], context)
+    except (UnicodeEncodeError, TypeError):  # half of a surrogate pair, by tokenizer
+        reason = "an item is not UTF-8 text"
     except RaygptError as error:  # a char tokenizer knows its own corpus' characters
-        raise RaygptError(f"{name} cannot be evaluated: {str(error).partition(';')[0]}; leave it out") from None
-    return [[next(flat) for _ in pairs] for pairs in pairs_by_item]
+        reason = str(error).partition(";")[0]
+    raise RaygptError(f"{name} cannot be evaluated: {reason}; leave it out")
 
 
 def read_items(name: str, path: str | None, limit: int | None = None) -> list[Item]:

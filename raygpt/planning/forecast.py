@@ -24,6 +24,7 @@ LAUNCHES = (
     "a step of less than 1 ms takes longer than planned: the time to launch its kernels is not counted, and decides; "
     "measure it, on one device first"
 )
+SHARED = "the memory is the recipe's part of the GPU; the time is that of a run beside which no other uses the GPU"
 EVALUATED = 1 / 3  # of a step's time per token: a forward pass
 
 
@@ -92,7 +93,8 @@ class Forecast:
     @property
     def unused(self) -> str | None:
         """In one line, how many of the target's devices the recipe's workers would leave idle, and what to write."""
-        workers, keys = self.recipe.cluster.max_workers, worker_keys(self.recipe.cluster, self.target)
+        workers = self.recipe.worker_counts(self.target.device.platform)[-1]
+        keys = worker_keys(self.recipe.cluster, self.target)
         needed = keys["cluster.workers"]
         if workers >= needed:
             return None
@@ -103,9 +105,9 @@ class Forecast:
     @property
     def missing(self) -> str | None:
         """In one line, that the recipe needs more workers than the target has room for, and what to write."""
-        cluster = self.recipe.cluster
+        cluster, platform = self.recipe.cluster, self.target.device.platform
         room = worker_keys(cluster, self.target)["cluster.workers"]
-        if self.target.device.platform == "cpu" or cluster.min_workers <= room:
+        if platform == "cpu" or self.recipe.worker_counts(platform)[0] <= room:
             return None
         return (
             f"cluster.workers: {cluster.workers} has no room on {self.target}, which takes {room}; the plan is for "
@@ -115,8 +117,11 @@ class Forecast:
     @property
     def notes(self) -> list[str]:
         """What was assumed or left out, and what the numbers do not say, each in one line."""
-        hurried = [LAUNCHES] if self.time.total < LAUNCHES_S and self.target.device.platform != "cpu" else []
-        return [*self.corpus.assumed, *filter(None, [self.unused, self.missing]), *hurried, *self.laws.unreadable]
+        platform = self.target.device.platform
+        hurried = [LAUNCHES] if self.time.total < LAUNCHES_S and platform != "cpu" else []
+        shared = [SHARED] if self.recipe.cluster.gpu_share < 1 and platform == "gpu" else []
+        others = [*filter(None, [self.unused, self.missing]), *hurried, *shared]
+        return [*self.corpus.assumed, *others, *self.laws.unreadable]
 
     def cost(self, price: float) -> float:
         """At so much per device and hour."""

@@ -204,12 +204,23 @@ def devices_on(recipe: Recipe, target: Target) -> Devices:
     scanned = choices.scans(training.compile, device.platform, recipe.model.layers)
     return Devices(
         target.count,
-        device.usable_memory(recipe.engine),
+        int(device.usable_memory(recipe.engine) * _share_of_gpu(recipe, target)),
         NUMBER_BYTES[precision],
         keeps_scores=is_jax and choices.attention(*setup, training.deterministic) == "XLA",
         platform=device.platform,
         fused=is_jax and choices.kernels(*setup, scanned) == "fused",
     )
+
+
+def _share_of_gpu(recipe: Recipe, target: Target) -> float:
+    """The part of a device that the recipe's worker has. With a fraction of a GPU a run has one."""
+    share = recipe.cluster.gpu_share if target.device.platform == "gpu" else 1.0
+    if share < 1 < target.count:
+        raise RaygptError(
+            f"cluster.resources_per_worker: a run with {share:g} of a GPU has one, not {target}; "
+            f"write --on {target.device.name}, or leave GPU out"
+        )
+    return share
 
 
 def found_target(about: Mapping[str, str]) -> Target | None:

@@ -26,7 +26,7 @@ from raygpt.training import prepared, resume
 from raygpt.training.events import Event, Warned
 from raygpt.training.prepared import run_folder_of
 from raygpt.training.ray import launch
-from raygpt.training.ray.scaling import choose_workers
+from raygpt.training.ray.scaling import choose_workers, for_mesh
 from raygpt.training.stopping import STOP_FILE, STOP_POLL_S, clear_stop_request, stoppable
 
 POLL_S = 0.2
@@ -168,8 +168,8 @@ def runner(folder: str, recipe: Recipe, watch: Watch, say: Callable[[Event], Non
 def room_for(recipe: Recipe, say: Callable[[Event], None] = lambda event: None) -> int:
     """How many such runs the cluster has room for at once. A CPU worker computes on all cores of its node: there, one
     run for as many nodes as it has workers."""
-    workers = choose_workers(recipe.cluster, recipe.engine, lambda text: say(Warned(text)))
-    wanted = recipe.cluster.max_workers
+    workers = for_mesh(choose_workers(recipe.cluster, recipe.engine, lambda text: say(Warned(text))), recipe)
+    wanted = workers.cluster.max_workers
     if workers.accelerator == "cpu":
         return max(1, len(alive_nodes()) // wanted)
     return max(1, workers.room() // wanted)

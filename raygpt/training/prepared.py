@@ -10,10 +10,11 @@ from raygpt.corpus.feed import Feed
 from raygpt.corpus.mixture import Mixture, check_texts, growing_text, open_growing, open_mixture
 from raygpt.corpus.prepare import Watch
 from raygpt.corpus.store import stores_of
+from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.engines import require
 from raygpt.errors import RaygptError
 from raygpt.evaluation import prompts
-from raygpt.evaluation.tasks import Item, choose, read_items
+from raygpt.evaluation.tasks import Item, choose, encode_items, read_items
 from raygpt.runs import checkpoints
 from raygpt.runs.checkpoints import Checkpoint
 from raygpt.testing import faults
@@ -91,6 +92,7 @@ def prepare_run(recipe: Recipe, watch: Watch, force: bool, spare_cpus: Callable[
             run_folder=folder,
         )
         prompts.encode(corpus.tokenizer, known.training.prompts, context)  # refuses prompts that cannot be continued
+        _check_eval_items(corpus.tokenizer, eval_items, context)
         tokenizer = tokenizers.fingerprint(corpus.tokenizer)
         resume.check_text(folder, after, tokenizer, [stream.index.fingerprint for stream in feed.streams], force)
         if after >= totals.steps:  # finished, if its last checkpoint is complete
@@ -120,3 +122,12 @@ def _read_eval_items(recipe: Recipe) -> dict[str, Sequence[Item]]:
     """The items of each task to evaluate during training; read before the start, so that a missing file is found."""
     training = recipe.training
     return {name: read_items(name, path, training.eval_items) for name, path in choose(training.eval_tasks).items()}
+
+
+def _check_eval_items(tokenizer: Tokenizer, items: Mapping[str, Sequence[Item]], context: int) -> None:
+    """Refuse items that the tokenizer cannot encode: the workers would find them in their first validation."""
+    for name, of_task in items.items():
+        try:
+            encode_items(tokenizer, name, of_task, context)
+        except RaygptError as error:
+            raise RaygptError(f"training.eval_tasks: {error}") from None

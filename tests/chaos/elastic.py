@@ -3,7 +3,8 @@
 Each node is a raylet on this machine with room for one worker. The first SIZE is how many there are at the start; when
 the run has gone on for a while, nodes are removed or added until there are as many as the next says, and so on. A SIZE
 like `d1` drains them instead, as a cloud does before it takes spot machines away; such a run neither logs nor saves by
-itself meanwhile, as a long one does not for minutes.
+itself meanwhile, as a long one does not for minutes. One like `3/2` is three nodes of which two have workers: the
+parameters are sharded over two.
 """
 
 import hashlib
@@ -113,12 +114,14 @@ def wait_for(condition, seconds=240):
 
 def main(engine, precision, folder, *sizes):
     drained = [size.startswith("d") for size in sizes]
-    sizes = [int(size.removeprefix("d")) for size in sizes]
+    numbers = [size.removeprefix("d").split("/") for size in sizes]
+    sizes, used = [int(number[0]) for number in numbers], [int(number[-1]) for number in numbers]
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
     nodes = [cluster.add_node(num_cpus=1, resources={"trainer": 1}) for _ in range(sizes[0])]
     ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
     log_every, save_every = (1000, 1000) if any(drained) else (1, 5)
-    recipe = prepare(engine, precision, folder, "elastic", log_every, save_every, workers=f"1..{max(sizes)}")
+    mesh = {} if sizes == used else {"mesh": {"fsdp": 2}}
+    recipe = prepare(engine, precision, folder, "elastic", log_every, save_every, workers=f"1..{max(sizes)}", **mesh)
     recipe["training"]["steps"] = 10_000  # it is stopped when it has seen all sizes
     run = launch.prepare_run(load_recipe("tiny", recipe))
     run = replace(run, feed=Recording(run.feed, folder))
@@ -137,7 +140,7 @@ def main(engine, precision, folder, *sizes):
         wait_for(lambda: not thread.is_alive() or batches_given(folder) >= count)
 
     try:
-        for size, is_drained in zip(sizes, drained, strict=True):
+        for size, count, is_drained in zip(sizes, used, drained, strict=True):
             while len(nodes) > size:
                 node = nodes.pop()
                 if is_drained:
@@ -146,7 +149,7 @@ def main(engine, precision, folder, *sizes):
                     cluster.remove_node(node, allow_graceful=False)
             while len(nodes) < size:
                 nodes.append(cluster.add_node(num_cpus=1, resources={"trainer": 1}))
-            wait_for_workers(size, len(seen))
+            wait_for_workers(count, len(seen))
             seen = workers()
             wait_for_batches(batches_given(folder) + STEPS_EACH)
         if thread.is_alive():

@@ -51,6 +51,11 @@ def test_a_run_shrinks_to_one_worker_and_grows_again(resize):
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_with_as_many_workers_as_fill_its_mesh(resize):
+    check(resize("torch", "fp64", "5/4", "3/2"), "fp64", [4, 2])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["jax", "torch"])
 def test_a_node_that_is_about_to_be_taken_away_is_saved_from(resize, engine):
     result = resize(engine, "fp64", 2, "d1")

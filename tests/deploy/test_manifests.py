@@ -230,6 +230,7 @@ def test_what_gke_has_no_slice_for_is_refused():
         (Options("gke"), {**SLICE, "cluster.workers": "4..8"}, "is elastic, and TPU slices are not"),
         (Options("gke", gpus_per_node=8), {"cluster.workers": 12}, "cluster.workers: 12 does not fill nodes of 8 GPUs"),
         (Options("gke", gpus_per_node=4), {"cluster.workers": "5..7"}, "write e.g. cluster.workers: 8"),
+        (Options("gke"), {"cluster.workers": "1..3", "cluster.mesh.fsdp": 4}, "no number in 1..3 fills cluster.mesh"),
         (Options("slurm", spot=True), {}, "name their partition in the script"),
         (Options("gke"), {"cluster.accelerator_type": "P4"}, "no node label is known for P4"),
         (Options("gke"), {"cluster.resources_per_worker": {"x": 1}}, "x is no resource of a node there"),

@@ -8,6 +8,10 @@ import sys
 
 import pytest
 
+from raygpt.engines.jax import processes
+from raygpt.recipes import check_part
+
+LIMIT = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 SCRIPT = """
 import sys
 from raygpt.engines.jax.processes import join, leave
@@ -59,6 +63,19 @@ def test_what_every_process_compiled_is_there_at_the_next_start(start):
     assert min(programs) >= 2
     assert [misses for _, misses in first] == programs
     assert again == [[count, 0] for count in programs]
+
+
+@pytest.mark.parametrize(
+    ("resources", "own", "fraction"),
+    [({}, {}, "0.92"), ({"GPU": 0.5}, {}, "0.46"), ({"GPU": 0.5}, {LIMIT: "0.3"}, "0.3")],
+)
+def test_a_worker_takes_its_share_of_a_gpus_memory(resources, own, fraction, monkeypatch):
+    cluster = check_part("cluster", {"resources_per_worker": resources})
+    for name in ("use_cores", "keep_compiled"):
+        monkeypatch.setattr(processes, name, lambda *asked: None)
+    monkeypatch.setattr("os.environ", dict(own))
+    processes.join("", 1, 0, gpus=["0"], cores=1, gpu_share=cluster.gpu_share)
+    assert os.environ[LIMIT] == fraction
 
 
 def test_without_a_home_that_can_be_written_nothing_is_cached_and_nothing_said(tmp_path):

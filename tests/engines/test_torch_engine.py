@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 import raygpt  # noqa: E402
 from raygpt.engines.base import PlainState  # noqa: E402
 from raygpt.engines.torch import engine as engine_module  # noqa: E402
-from raygpt.engines.torch import require_torch  # noqa: E402
+from raygpt.engines.torch import processes, require_torch  # noqa: E402
 from raygpt.engines.torch.engine import TorchEngine  # noqa: E402
 from raygpt.engines.torch.reader import TorchReader  # noqa: E402
 from raygpt.errors import RaygptError  # noqa: E402
@@ -392,3 +393,23 @@ def test_a_worker_on_a_cpu_has_the_share_of_memory_that_it_has_of_cores(threads,
     monkeypatch.setattr(engine_module, "memory_for_work", lambda: 64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert engine_module.find_devices(load_recipe("gpt2-tiny", {"engine": "torch"})).memory_bytes == memory
+
+
+@pytest.mark.parametrize(("resources", "memory"), [({}, 80), ({"GPU": 1}, 80), ({"GPU": 0.25}, 20)])
+def test_a_worker_on_a_gpu_has_the_share_of_its_memory_that_it_asked_for(resources, memory, monkeypatch):
+    monkeypatch.setattr(engine_module, "choose_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(engine_module, "choose_precision", lambda wanted, device: "bf16")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80))
+    recipe = load_recipe("gpt2-tiny", {"engine": "torch", "cluster.resources_per_worker": resources})
+    assert engine_module.find_devices(recipe).memory_bytes == memory
+
+
+def test_a_process_with_a_share_of_a_gpu_allocates_no_more_than_that(monkeypatch):
+    shares = []
+    monkeypatch.setattr("os.environ", {})
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    for share in (0.25, 1.0):
+        processes.join("", 1, 0, gpus=["0"], threads=1, gpu_share=share)
+    assert shares == [0.25]  # of a whole GPU the default is all

@@ -15,7 +15,7 @@ from raygpt.cli import main
 from raygpt.corpus.extents import Extent
 from raygpt.corpus.index import Index
 from raygpt.errors import RaygptError
-from raygpt.planning.forecast import forecast
+from raygpt.planning.forecast import SHARED, forecast
 from raygpt.planning.search import fastest, helpful_changes, meshes
 from raygpt.planning.step_time import _link, exchange, sent_bytes
 from raygpt.planning.target import parse_target
@@ -237,6 +237,18 @@ def test_more_workers_than_a_target_has_room_for_are_said(tmp_path):
     assert any(line in note for note in planned("gpt2-124m", "2xh100", tmp_path, **{"cluster.workers": 8}).notes)
     assert planned("gpt2-124m", "2xh100", tmp_path, **{"cluster.workers": "2..8"}).missing is None
     assert planned("gpt2-124m", "8xh100", tmp_path, **{"cluster.workers": 8}).missing is None
+
+
+def test_devices_with_which_an_elastic_run_cannot_fill_its_mesh_are_said(tmp_path):
+    got = planned("gpt2-124m", "8xh100", tmp_path, **{"cluster.workers": "2..7", "cluster.mesh.fsdp": 2})
+    assert got.unused == ("cluster.workers: 2..7 would use 6 of the 8 devices; train with cluster.workers=8")
+
+
+def test_a_plan_with_a_part_of_a_gpu_says_whose_time_it_is(tmp_path):
+    part = planned("gpt2-124m", "h200", tmp_path, **{"cluster.resources_per_worker": {"GPU": 0.5}})
+    whole = planned("gpt2-124m", "h200", tmp_path)
+    assert [note for note in part.notes if note not in whole.notes] == [SHARED]
+    assert part.split.micro_rows < whole.split.micro_rows
 
 
 def test_every_validation_of_a_run_takes_time(tmp_path):

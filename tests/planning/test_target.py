@@ -146,6 +146,20 @@ def test_a_targets_kernels_are_those_that_the_engine_would_choose(recipe, change
     assert (got.fused, got.keeps_scores, precision_on(loaded, target)) == (fused, keeps_scores, precision)
 
 
+@pytest.mark.parametrize("engine", ["jax", "torch"])
+def test_a_worker_with_a_part_of_a_gpu_has_that_part_of_its_memory(engine):
+    whole, part = (
+        load_recipe("gpt2-124m", {"engine": engine, "cluster.resources_per_worker": has}) for has in ({}, {"GPU": 0.5})
+    )
+    gpu = parse_target("h200")
+    assert devices_on(part, gpu).memory_bytes == devices_on(whole, gpu).memory_bytes // 2
+    with pytest.raises(RaygptError) as refused:
+        devices_on(part, parse_target("8xh200"))
+    assert str(refused.value) == (
+        "cluster.resources_per_worker: a run with 0.5 of a GPU has one, not 8 × h200; write --on h200, or leave GPU out"
+    )
+
+
 def test_pytorch_on_a_tpu_is_refused():
     with pytest.raises(RaygptError, match="engine torch knows no TPU; write engine=jax"):
         devices_on(load_recipe("gpt2-124m", {"engine": "torch"}), parse_target("v6e:4x4"))

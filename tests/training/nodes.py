@@ -29,7 +29,7 @@ from raygpt.training.ray import launch
 
 SEEN = (
     *("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "LD_LIBRARY_PATH", "TPU_VISIBLE_CHIPS", "RAYGPT_TEST"),
-    *("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"),
+    *("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "XLA_PYTHON_CLIENT_MEM_FRACTION"),
 )
 
 
@@ -68,10 +68,11 @@ def gpus(folder):
     ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
     try:
         seen = run(folder, workers=3, runtime_env={"env_vars": {"RAYGPT_TEST": "passed through"}})
+        [sharing] = run(f"{folder}/sharing", resources_per_worker={"GPU": 0.5})
         try:
             run(folder, workers=4)
         except RaygptError as error:
-            return {"seen": seen, "refusal": str(error)}
+            return {"seen": seen, "sharing": sharing, "refusal": str(error)}
     finally:
         ray.shutdown()
         cluster.shutdown()

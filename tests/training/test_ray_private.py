@@ -46,6 +46,7 @@ USED = {
         "self worker_group_state worker_group_status"
     ),
     f"{POLICIES}:ElasticScalingPolicy.make_decision_for_non_running_worker_group": "self",
+    f"{POLICIES}:ElasticScalingPolicy._count_possible_workers": "self reserved_resources",
     f"{POLICIES}:NoopDecision": "",
     f"{POLICIES}:ResizeDecision": "num_workers resources_per_worker",
     f"{POLICIES}:ScalingDecision": None,

@@ -105,6 +105,24 @@ def test_a_worker_has_its_fraction_of_a_gpu_from_one_gpu(monkeypatch):
     assert [scaling.Workers(cluster, "gpu").room() for cluster in clusters] == [4, 6, 4, 2, 1]
 
 
+def test_an_elastic_run_waits_for_as_many_workers_as_fill_its_mesh(monkeypatch):
+    """Where fewer are there, and no others can come, it would wait for ever."""
+    monkeypatch.setattr(scaling, "has_autoscaler", lambda: False)
+    recipe = load_recipe("tiny", {"engine": "torch", "cluster.workers": "1..5", "cluster.mesh.fsdp": 2})
+    workers = scaling.for_mesh(scaling.Workers(recipe.cluster, "gpu"), recipe)
+    assert (workers.cluster.workers, list(workers.counts)) == ("2..4", [2, 4])
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 16.0, "GPU": 1.0}}])
+    with pytest.raises(RaygptError, match=r"^cluster\.workers: 2\.\.4 × 1 CPU, 1 GPU do not fit: .* room for 1 "):
+        scaling.ensure_room(workers)
+
+
+def test_workers_that_cannot_fill_the_mesh_are_refused_once_their_devices_are_known():
+    recipe = load_recipe("tiny", {"cluster.workers": "5..7", "cluster.mesh.fsdp": 4})
+    assert scaling.for_mesh(scaling.Workers(recipe.cluster, "cpu"), recipe).cluster.workers == "5..7"
+    with pytest.raises(RaygptError, match=r"^cluster\.workers: no number in 5\.\.7 fills cluster\.mesh"):
+        scaling.for_mesh(scaling.Workers(recipe.cluster, "gpu"), recipe)
+
+
 def test_a_local_cluster_has_cpus_for_no_more_workers_than_fit_its_memory(monkeypatch):
     """Ray starts a process for each."""
     monkeypatch.setattr(scaling, "cores", lambda: 2)
@@ -176,6 +194,23 @@ def test_a_model_that_fits_on_no_accelerator_of_the_cluster_is_refused_before_wo
         assert memory.request_memory(workers, xl, vocab=50257) == workers
 
 
+@pytest.mark.parametrize("engine", ["jax", "torch"])
+def test_a_model_has_to_fit_the_part_of_a_gpu_that_its_worker_has(engine, monkeypatch):
+    monkeypatch.setattr(memory, "alive_nodes", lambda: [{"Resources": {"GPU": 1.0, "accelerator_type:L4": 1.0}}])
+    monkeypatch.setattr(ray, "nodes", list)
+    large = {"engine": engine, "model.preset": "gpt2-large", "training.batch_tokens": 1024}  # 17 GiB with JAX, of 24
+    for part, is_refused in ((1, False), (0.5, True)):
+        recipe = load_recipe("tiny", {**large, "cluster.resources_per_worker": {"GPU": part}})
+        workers = scaling.Workers(recipe.cluster, "gpu")
+        if is_refused:
+            with pytest.raises(
+                RaygptError, match=r"^model: it needs .* GiB on a device .*, but the device has 1[01]\."
+            ):
+                memory.request_memory(workers, recipe, vocab=50257)
+        else:
+            assert memory.request_memory(workers, recipe, vocab=50257) == workers
+
+
 def test_the_memory_of_other_nodes_is_looked_at_there(ray_cluster, monkeypatch):
     monkeypatch.setattr(memory, "is_our_own", lambda: False)
     recipe = load_recipe("tiny")
@@ -217,6 +252,8 @@ def test_each_gpu_of_a_node_has_a_process_of_its_own(scenario):
         assert worker["environment"]["LD_LIBRARY_PATH"] == ""  # the driver's would hide the libraries in JAX's wheels
         assert worker["environment"]["JAX_PLATFORMS"] == "cuda,cpu"
         assert worker["environment"]["RAYGPT_TEST"] == "passed through"
+        assert worker["environment"]["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.92"
+    assert result["sharing"]["environment"]["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.46"
     assert result["refusal"] == (
         "cluster.workers: 4 × 1 CPU, 1 GPU do not fit: the cluster has room for 3 (3 nodes, 6 CPU, 3 GPU); "
         "write cluster.workers: 3, or add nodes"

@@ -19,15 +19,17 @@ DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 THREADS_PER_DEVICE = 16
 COPIES_THREADS = 2  # for copies of the model, which run at most two at once; with more, products wait for threads
 MUON_EXTRA_THREADS = 3  # with Muon, which exchanges matrices of each of up to three shapes at once
+GPU_MEMORY = 0.92  # of a GPU's memory, what XLA takes for all processes that share it
 IS_SET_BY_USER = "NPROC" in os.environ
 
 
-def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cores: int) -> None:
-    """Join the other processes. Everything is set before JAX looks for devices."""
+def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cores: int, gpu_share: float = 1.0) -> None:
+    """Join the other processes, with so much of each GPU's memory. Everything is set before JAX looks for devices."""
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")  # without CUDA in JAX this fails instead of running slowly
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # JAX's default is three quarters
+        # JAX's default is three quarters
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{GPU_MEMORY * gpu_share:.3g}")
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
     use_cores(cores)

@@ -53,10 +53,12 @@ def find_devices(recipe: Recipe) -> Devices:
     """The devices of a recipe: one for each connected process."""
     device = choose_device()
     cuda = device.type == "cuda"
-    share = torch.get_num_threads() / cores()  # of a machine that several workers use
-    memory = torch.cuda.get_device_properties(device).total_memory if cuda else int(memory_for_work() * share)
+    total = torch.cuda.get_device_properties(device).total_memory if cuda else memory_for_work()
+    share = recipe.cluster.gpu_share if cuda else torch.get_num_threads() / cores()  # others use the rest
     number_bytes = DTYPES[choose_precision(recipe.model.precision, device)].itemsize
-    return Devices(process_count(), memory, number_bytes, keeps_scores=False, platform="gpu" if cuda else "cpu")
+    return Devices(
+        process_count(), int(total * share), number_bytes, keeps_scores=False, platform="gpu" if cuda else "cpu"
+    )
 
 
 def set_up(recipe: Recipe | None = None) -> None:

@@ -4,14 +4,20 @@ import os
 from collections.abc import Sequence
 
 
-def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], threads: int) -> None:
-    """Join the process group, with one GPU or `threads` threads. Call it before anything uses CUDA."""
+def join(
+    address: str, workers: int, rank: int, gpus: Sequence[int | str], threads: int, gpu_share: float = 1.0
+) -> None:
+    """Join the process group, with a share of one GPU's memory, or `threads` threads. Call it before anything uses
+    CUDA."""
     os.environ["CUDA_VISIBLE_DEVICES"] = (
         str(gpus[0]) if gpus else ""
     )  # Ray hides no GPU from workers that asked for none
     import torch
     import torch.distributed as dist
 
+    from raygpt.engines.torch.devices import limit_memory
+
+    limit_memory(gpu_share)
     torch.set_num_threads(threads)
     if workers > 1:
         backend = "nccl" if gpus else "gloo"

@@ -80,7 +80,9 @@ def run(
             workers,
             folder,
             mailbox,
-            backend=_torch_backend() if engine == "torch" else backend_for(engine, workers.accelerator),
+            backend=_torch_backend()
+            if engine == "torch"
+            else backend_for(engine, workers.accelerator, wanted.gpu_share),
             callbacks=[_Reports(mailbox)],
             datasets=datasets,
         )

@@ -24,7 +24,7 @@ from raygpt.training.ray import runtime_env
 from raygpt.training.ray.backend import backend_for
 from raygpt.training.ray.mailbox import open_mailbox
 from raygpt.training.ray.memory import request_memory, reserved
-from raygpt.training.ray.scaling import choose_workers, ensure_room, ensure_shared, local_cpus
+from raygpt.training.ray.scaling import choose_workers, ensure_room, ensure_shared, for_mesh, local_cpus
 from raygpt.training.ray.trainer import Trainer, fit
 from raygpt.training.ray.unattended import wait_for_nodes
 from raygpt.training.ray.worker import work
@@ -55,7 +55,7 @@ def prepare_run(
     have not joined yet."""
     if not ray.is_initialized():
         return prepared.prepare_run(recipe, watch, force, spare_cpus=lambda: 0)
-    workers = choose_workers(recipe.cluster, recipe.engine)
+    workers = for_mesh(choose_workers(recipe.cluster, recipe.engine), recipe)
     # Before the corpus is prepared, which may take hours, and its vocabulary is known
     least = request_memory(workers, recipe, SMALLEST_VOCAB)
     if say_waiting:
@@ -103,7 +103,7 @@ def train(
         tokenizers.save(run.corpus.tokenizer, folder)
         if changed := resume.changed_rate(folder, run.after, run.recipe):
             driver.warn(changed)
-        workers = choose_workers(run.recipe.cluster, run.recipe.engine, driver.warn)
+        workers = for_mesh(choose_workers(run.recipe.cluster, run.recipe.engine, driver.warn), run.recipe)
         workers, mailbox = request_memory(workers, run.recipe, run.totals.vocab), open_mailbox()
         with (
             reserved(workers),
@@ -121,7 +121,7 @@ def train(
                 workers,
                 folder,
                 mailbox,
-                backend=backend_for(run.recipe.engine, workers.accelerator),
+                backend=backend_for(run.recipe.engine, workers.accelerator, workers.cluster.gpu_share),
                 hang_after=run.recipe.training.hang_after,
             )
             driver.error = fit(trainer, driver.add, poll)

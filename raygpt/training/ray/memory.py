@@ -56,7 +56,7 @@ def _refuse_too_large(workers: Workers, recipe: Recipe, vocab: int) -> None:
     """Refuse a model that fits on none of the cluster's accelerators, as far as their kinds are known."""
     kinds = {name for node in alive_nodes() for name in node["Resources"] if name.startswith(ACCELERATOR)}
     devices = [ray_device(name.removeprefix(ACCELERATOR)) for name in sorted(kinds)]
-    count = int(workers.cluster.max_workers * workers.resources.get(workers.accelerator.upper(), 1))
+    count = workers.cluster.max_workers * max(1, int(workers.resources.get(workers.accelerator.upper(), 1)))
     refusal = None
     for device in devices:
         if device is None:

@@ -28,7 +28,7 @@ from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure as is_preemption_failure
 
-# Nor a scaling policy: ours saves a checkpoint before workers are added.
+# Nor a scaling policy: ours saves a checkpoint before workers are added, and starts no more than fill the mesh.
 from ray.train.v2._internal.execution.scaling_policy import (
     ElasticScalingPolicy,
     FixedScalingPolicy,

@@ -1,6 +1,8 @@
 """Policies by which Ray's controller chooses the number of workers: fixed without an autoscaler, or elastic."""
 
 import time
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -27,13 +29,22 @@ class NoAutoscalerPolicy(FixedScalingPolicy):
 
 
 class CheckpointBeforeResize(ElasticScalingPolicy):
-    """Requests a checkpoint, and waits for it, before workers are added: that restarts all of them."""
+    """Requests a checkpoint, and waits for it, before workers are added: that restarts all of them. `counts` are the
+    numbers of workers with which the mesh can be made, ascending; None: any."""
 
-    def __init__(self, config: Any, mailbox: Any):
+    def __init__(self, config: Any, mailbox: Any, counts: Sequence[int] | None = None):
         super().__init__(config)
-        self._mailbox = mailbox
+        self._mailbox, self._counts = mailbox, counts
         self._wanted: ResizeDecision | None = None
         self._saved, self._since = 0, 0.0
+
+    def _count_possible_workers(self, reserved_resources: Any) -> int:
+        """Those that would not fill the mesh stay idle: with them the workers could not start."""
+        possible: int = super()._count_possible_workers(reserved_resources)
+        if self._counts is None:
+            return possible
+        fitting = bisect_right(self._counts, possible)
+        return self._counts[fitting - 1] if fitting else 0
 
     def make_decision_for_running_worker_group(self, *arguments: Any, **named: Any) -> ScalingDecision:
         if ray.get(self._mailbox.is_stopping.remote()):

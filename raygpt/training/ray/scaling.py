@@ -1,8 +1,8 @@
 """Translates a recipe's `cluster` for Ray: number and resources of workers, and whether the cluster has them."""
 
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -12,7 +12,7 @@ from ray.util.tpu import get_num_tpu_slices, get_tpu_worker_resources
 
 from raygpt import storage
 from raygpt.cluster import alive_nodes, has_autoscaler
-from raygpt.config import Cluster
+from raygpt.config import Cluster, Recipe
 from raygpt.engines import for_gpus
 from raygpt.errors import RaygptError, TransientError
 from raygpt.host import cores, host_memory
@@ -40,6 +40,7 @@ class Workers:
     cluster: Cluster
     accelerator: Accelerator
     memory: int = PROCESS_BYTES  # of each, on CPUs: see memory.py
+    counts: Sequence[int] | None = None  # with which the recipe's mesh can be made, ascending; None: any
 
     @property
     def resources(self) -> Resources:
@@ -65,7 +66,7 @@ class Workers:
     @property
     def is_elastic(self) -> bool:
         """Whether their number may change during the run."""
-        return self.cluster.min_workers < self.cluster.max_workers
+        return self.cluster.is_elastic
 
     def scaling(self) -> ScalingConfig:
         """The workers as Ray Train's ScalingConfig."""
@@ -123,6 +124,13 @@ def choose_workers(
         raise RaygptError(f"cluster.accelerator: gpu cannot be used by the {engine} installed here; {remedy}")
     warn(f"the GPU of this machine is not used: the {engine} installed here cannot use it; {remedy}")
     return Workers(cluster, "cpu")
+
+
+def for_mesh(workers: Workers, recipe: Recipe) -> Workers:
+    """The workers of a recipe in the numbers with which its mesh can be made."""
+    counts = recipe.worker_counts(workers.accelerator)
+    ends = f"{counts[0]}..{counts[-1]}" if len(counts) > 1 else counts[0]
+    return replace(workers, cluster=workers.cluster.model_copy(update={"workers": ends}), counts=counts)
 
 
 def ensure_room(workers: Workers, say: Callable[[str], None] = lambda text: None) -> None:

@@ -91,7 +91,7 @@ class Trainer(DataParallelTrainer):
         scaling, is_ours = cast("Any", self.scaling_config), is_our_own()
         parts["failure_policy"] = Recovery(self.run_config.failure_config, self.mailbox, self._hang_after)
         if self.workers.is_elastic:
-            parts["scaling_policy"] = CheckpointBeforeResize(scaling, self.mailbox)
+            parts["scaling_policy"] = CheckpointBeforeResize(scaling, self.mailbox, self.workers.counts)
         elif is_ours:
             parts["scaling_policy"] = NoAutoscalerPolicy(scaling)
         options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": this_node_strategy()}
