@@ -55,8 +55,9 @@ def filesystem(uri: str) -> tuple[Any, str]:
         scheme = uri.partition("://")[0]
         raise RaygptError(f"{uri}: {scheme}:// is not supported; a local path or s3://bucket/path is expected")
     try:
-        system, path = fs.FileSystem.from_uri(quote(uri, safe=":/"))  # names may hold spaces, umlauts, # and %
-    except (ValueError, OSError) as error:
+        with reached(uri):  # S3 is asked for the bucket's region
+            system, path = fs.FileSystem.from_uri(quote(uri, safe=":/"))  # names may hold spaces, umlauts, # and %
+    except ValueError as error:
         raise RaygptError(f"{uri}: {error}; a local path or s3://bucket/path is expected") from error
     return system, path
 
