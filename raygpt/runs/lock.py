@@ -118,7 +118,7 @@ def _renew(uri: str, ours: Owner, ended: threading.Event, taken_by: list[Owner])
 
 def _read(uri: str) -> Owner | None:
     try:
-        read = storage.read_json(uri)
+        read = storage.read_json(uri, form=Owner)
         return Owner(**read) if read else None
     except (TypeError, OSError, DamagedError):
         return None  # not written by raygpt
