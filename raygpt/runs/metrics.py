@@ -12,7 +12,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,12 @@ def latest(lines: Iterable[Line]) -> Line:
 def restarts(lines: Iterable[Line]) -> list[Line]:
     """The lines that record a restart."""
     return [line for line in lines if line.get("restart")]
+
+
+def since_start(lines: Sequence[Line]) -> Sequence[Line]:
+    """The lines of the last start: earlier ones may have been on other hardware."""
+    first = max((number for number, line in enumerate(lines, 1) if line.get("restart")), default=0)
+    return lines[first:]
 
 
 class MetricsFile:
