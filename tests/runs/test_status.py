@@ -223,6 +223,39 @@ def test_samples_without_a_text_are_left_out(raygpt, tmp_path):
     assert details(open_run(str(folder)))["sample"] == {"step": 10, "text": "words"}
 
 
+def test_json_of_a_run_that_diverged_is_json(raygpt, tmp_path):
+    """JSON has no NaN, which Python writes and most other programs refuse."""
+    diverged = [{"step": 20, "loss": float("nan"), "val_loss": float("inf"), "time": 1030.0}]
+    folder = make_run(tmp_path / "runs", "mine", lines=diverged)
+    for words in (("runs", "--json"), ("show", folder, "--json")):
+        _, out, _ = raygpt(*words)
+        found = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        run = found[0] if words[0] == "runs" else found
+        assert (run["step"], run["loss"], run["val_loss"], run["tokens_per_s"]) == (20, None, None, 100.0)
+
+
+def test_logs_show_lines_without_a_time_lines_of_one_moment_and_of_step_0(raygpt, tmp_path):
+    folder = make_run(tmp_path, "mine", until=10)
+    lines = [
+        {"step": 0, "loss": 5.0, "tokens": 0, "tokens_per_s": 100.0},
+        {"step": 1, "loss": 4.5, "tokens": 4096, "tokens_per_s": 0.0, "time": 7.0},
+        {"step": 1, "val_loss": 4.25, "time": 7.0},
+        {"step": 2, "loss": 4.0, "tokens_per_s": 100.0},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    status, out, _ = raygpt("logs", folder)
+    assert (status, out.splitlines()) == (
+        0,
+        [
+            "step  0/20  loss 5.0000  100 tokens/s",
+            "step  1/20  loss 4.5000  0 tokens/s",
+            "step  1/20  val loss 4.2500",
+            "step  2/20  loss 4.0000  100 tokens/s",
+            "stopped",
+        ],
+    )
+
+
 def test_a_folder_that_may_not_be_read_is_a_line_beside_the_runs(raygpt, tmp_path, monkeypatch):
     make_run(tmp_path / "runs", "mine")
     (tmp_path / "runs" / "private").mkdir()
