@@ -249,6 +249,13 @@ def test_stop_asks_the_driver_of_a_run_and_refuses_where_there_is_none(raygpt, t
     assert fails(raygpt("stop", tmp_path)) == f"{tmp_path} is not being trained; there is nothing to stop"
 
 
+def test_stop_finds_a_sweep_by_its_name(raygpt, tmp_path):
+    """Its folder has a lock and no recipe."""
+    with locked(str(tmp_path / "runs" / "tiny-sweep")):
+        assert raygpt("stop", "tiny-sweep")[0] == 0
+        assert (tmp_path / "runs" / "tiny-sweep" / STOP_FILE).exists()
+
+
 # Bad input: one line, status 1, nothing that looks whole
 
 

@@ -9,7 +9,7 @@ from raygpt.config import May, Model, Recipe, Schedule, keys_that
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.recipes.explain import flat
-from raygpt.runs import RECIPE, checkpoints, free_name, has_taken_steps
+from raygpt.runs import RECIPE, checkpoints, free_name, has_taken_steps, split_step
 from raygpt.runs.checkpoints import Checkpoint
 
 # Some of the keys that may change do change the numbers: cluster, compile, remat, accumulation and deterministic change
@@ -106,15 +106,14 @@ def fork(recipe: Recipe, home: str, tokenizer: str, after: int = 0) -> Checkpoin
 
 def _run_of(start_from: str, home: str) -> tuple[str, str, int | None]:
     """The name, the folder and the step that `run.start_from` names; the newest step if none."""
-    name, _, step = start_from.partition("@")
-    if step and not step.isdecimal():
-        raise RaygptError(
-            f"run.start_from: {step!r} is no step; write RUN or RUN@STEP, e.g. run.start_from: {name}@1000"
-        )
+    name, step = split_step(start_from)
     folder = storage.absolute(name) if "/" in name else storage.join(home, name)
     if not storage.exists(storage.join(folder, RECIPE)):
-        raise RaygptError(f"run.start_from: there is no run {name!r} in {home}; write the name of one, or its path")
-    return name, folder, int(step) if step else None
+        raise RaygptError(
+            f"run.start_from: there is no run {name!r} in {home}; write the name of one or its path, and "
+            "@STEP after it for one of its steps"
+        )
+    return name, folder, step
 
 
 def _named(recipe: Recipe, start_from: str, home: str, tokenizer: str) -> Checkpoint:
