@@ -215,7 +215,9 @@ def test_train_prints_every_derived_number_then_losses_a_sample_and_three_comman
     for label in ("parameters", "corpus", "training", "compute", "run", "batch", "computing"):
         assert f"\n{label} " in f"\n{out}"
     assert "20 steps × 4 rows × 32 tokens = 2,560 tokens" in " ".join(out.split())
-    assert re.search(r"batch 4 rows = \d+ rows over \d+ devices? × 1 accumulated", " ".join(out.split()))
+    assert re.search(
+        r"batch 4 rows = \d+ × 1 accumulated.*, \d+ devices?; about \S+ MiB per device", " ".join(out.split())
+    )
     assert re.search(r"step +5/20  loss \d+\.\d{4}  [\d,]+ tokens/s", out)
     start, end = re.search(r"validation loss (\S+) at the start, (\S+) at the end", out).groups()
     assert float(end) < float(start)
