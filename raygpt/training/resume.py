@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from raygpt import storage
-from raygpt.config import May, Model, Recipe, Schedule, keys_that
+from raygpt.config import May, Model, Recipe, Schedule, keys_with
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.recipes.explain import flat
@@ -14,7 +14,7 @@ from raygpt.runs.checkpoints import Checkpoint
 
 # Some of the keys that may change do change the numbers: cluster, compile, remat, accumulation and deterministic change
 # the rounding, and on_nan and on_spike skip steps. The batches stay the same.
-FREE = keys_that(May.CHANGE)
+FREE = keys_with(May.CHANGE)
 LENGTHS = ("training.steps", "training.epochs")  # a run may be lengthened
 WARMUP = "schedule.warmup_steps"  # and its warm-up with it: that of a shortened recipe was shorter
 
@@ -123,7 +123,7 @@ def _named(recipe: Recipe, start_from: str, home: str, tokenizer: str) -> Checkp
     saved = Model.model_validate(facts["recipe"]["model"])  # keys that are newer than that run have defaults
     models = (recipe.model, saved)
     ours, theirs = (flat({"model": model.model_dump(mode="json")}) for model in models)
-    keys = [key for key in ours if key not in keys_that(May.DIFFER)]
+    keys = [key for key in ours if key not in keys_with(May.DIFFER)]
     different = ", ".join(f"{key}: {theirs[key]} → {ours[key]}" for key in keys if ours[key] != theirs[key])
     if facts["tokenizer"] != tokenizer:
         different = "its tokenizer" if not different else f"{different}, its tokenizer"
