@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 from urllib.parse import quote
 
+from pydantic import TypeAdapter, ValidationError
+
 from raygpt.errors import DamagedError, RaygptError, StorageError, first_line
 
 REREAD_S = (0.0, 0.01, 0.03, 0.1, 0.3)  # pauses before a file that was replaced during the read is read again
@@ -55,8 +57,9 @@ def filesystem(uri: str) -> tuple[Any, str]:
         scheme = uri.partition("://")[0]
         raise RaygptError(f"{uri}: {scheme}:// is not supported; a local path or s3://bucket/path is expected")
     try:
-        system, path = fs.FileSystem.from_uri(quote(uri, safe=":/"))  # names may hold spaces, umlauts, # and %
-    except (ValueError, OSError) as error:
+        with reached(uri):  # S3 is asked for the bucket's region
+            system, path = fs.FileSystem.from_uri(quote(uri, safe=":/"))  # names may hold spaces, umlauts, # and %
+    except ValueError as error:
         raise RaygptError(f"{uri}: {error}; a local path or s3://bucket/path is expected") from error
     return system, path
 
@@ -171,18 +174,31 @@ def read_bytes(uri: str) -> bytes:
     raise StorageError(f"{uri} was replaced each time it was read; run the same command again")
 
 
-def read_json(uri: str, remedy: str = "delete it and run the same command again") -> Any:
-    """The content of a JSON file; None if there is no file. Invalid JSON is read again before it is refused."""
+def read_json(uri: str, remedy: str = "delete it and run the same command again", form: Any = None) -> Any:
+    """The content of a JSON file; None if there is no file. Invalid JSON, or what does not have the type `form` (for an
+    object: a dataclass with the keys that it must have), is read again before it is refused."""
     for pause in (*REREAD_S, None):
         try:
-            return json.loads(read_bytes(uri))
+            content = read_bytes(uri)
+            read = json.loads(content)
+            if form is not None:
+                TypeAdapter(form).validate_json(content, strict=True)
+            return read
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             break
         except ValueError as error:
             if pause is None:
-                raise DamagedError(f"{uri} is damaged ({error}); {remedy}") from error
+                raise DamagedError(f"{uri} is damaged ({_reason(error)}); {remedy}") from error
             time.sleep(pause)
     return None
+
+
+def _reason(error: ValueError) -> str:
+    """Why a JSON file was refused, e.g. "renewed: Input should be a valid number"."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return ": ".join([*map(str, first["loc"]), first["msg"]])
 
 
 def write_bytes(uri: str, content: bytes) -> None:

@@ -215,7 +215,9 @@ def test_train_prints_every_derived_number_then_losses_a_sample_and_three_comman
     for label in ("parameters", "corpus", "training", "compute", "run", "batch", "computing"):
         assert f"\n{label} " in f"\n{out}"
     assert "20 steps × 4 rows × 32 tokens = 2,560 tokens" in " ".join(out.split())
-    assert re.search(r"batch 4 rows = \d+ rows over \d+ devices? × 1 accumulated", " ".join(out.split()))
+    assert re.search(
+        r"batch 4 rows = \d+ × 1 accumulated.*, \d+ devices?; about \S+ MiB per device", " ".join(out.split())
+    )
     assert re.search(r"step +5/20  loss \d+\.\d{4}  [\d,]+ tokens/s", out)
     start, end = re.search(r"validation loss (\S+) at the start, (\S+) at the end", out).groups()
     assert float(end) < float(start)
@@ -247,6 +249,13 @@ def test_stop_asks_the_driver_of_a_run_and_refuses_where_there_is_none(raygpt, t
         assert re.fullmatch(rf"asked .+, process {os.getpid()}, since .+ to stop; it saves after one of .+\n", out)
         assert (tmp_path / STOP_FILE).exists()
     assert fails(raygpt("stop", tmp_path)) == f"{tmp_path} is not being trained; there is nothing to stop"
+
+
+def test_stop_finds_a_sweep_by_its_name(raygpt, tmp_path):
+    """Its folder has a lock and no recipe."""
+    with locked(str(tmp_path / "runs" / "tiny-sweep")):
+        assert raygpt("stop", "tiny-sweep")[0] == 0
+        assert (tmp_path / "runs" / "tiny-sweep" / STOP_FILE).exists()
 
 
 # Bad input: one line, status 1, nothing that looks whole

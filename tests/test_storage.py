@@ -15,7 +15,7 @@ import pytest
 
 from raygpt import storage
 from raygpt.corpus.shards import Header, write_shard
-from raygpt.errors import DamagedError, RaygptError
+from raygpt.errors import DamagedError, RaygptError, StorageError
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -353,6 +353,22 @@ def test_a_server_that_refuses_is_named_in_one_line(
         "s3://bucket/x cannot be reached (AWS Error ACCESS_DENIED during HeadObject operation: No response body.); "
         "check the name, the credentials and the network"
     )
+
+
+def test_a_network_failure_before_the_first_request_is_of_the_storage_and_a_wrong_name_of_the_recipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Arrow asks S3 for a bucket's region when it opens the bucket: a retry may help that, but never a wrong name."""
+    from pyarrow import fs
+
+    failed = "When resolving region for bucket 'b': AWS Error NETWORK_CONNECTION during HeadBucket operation"
+    monkeypatch.setattr(fs, "FileSystem", Mock(from_uri=Mock(side_effect=OSError(failed))))
+    with pytest.raises(StorageError, match=r"s3://b/x cannot be reached \(When resolving region"):
+        storage.exists("s3://b/x")
+    monkeypatch.setattr(fs, "FileSystem", Mock(from_uri=Mock(side_effect=ValueError("no bucket in it"))))
+    with pytest.raises(RaygptError, match="s3://b/x: no bucket in it; a local path or s3://bucket/path") as refused:
+        storage.exists("s3://b/x")
+    assert not isinstance(refused.value, StorageError)
 
 
 def test_a_file_where_a_folder_should_be_is_refused(tmp_path: Path) -> None:

@@ -42,5 +42,6 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 
 def print_json(value: Any) -> None:
-    """What --json prints."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    """What --json prints. What JSON has no number for, such as the loss of a run that diverged, is null."""
+    finite = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    print(json.dumps(finite, indent=2, ensure_ascii=False, allow_nan=False))

@@ -40,7 +40,7 @@ __all__ = [
     "Source",
     "Track",
     "Training",
-    "keys_that",
+    "keys_with",
     "shown",
 ]
 
@@ -262,7 +262,7 @@ class Recipe(Part):
         return yaml.safe_dump(self.to_dict(), sort_keys=False)  # ASCII: PyYAML reads U+0085 in a name as a newline
 
 
-def keys_that(may: May, part: type[Part] = Recipe, prefix: str = "") -> tuple[str, ...]:
+def keys_with(may: May, part: type[Part] = Recipe, prefix: str = "") -> tuple[str, ...]:
     """Dotted keys whose values may do so, as `str.startswith` takes them: `training.log_every`, or `cluster.` for all
     keys of a part."""
     found: list[str] = []
@@ -271,5 +271,5 @@ def keys_that(may: May, part: type[Part] = Recipe, prefix: str = "") -> tuple[st
         if may in field.metadata:
             found.append(f"{prefix}{name}{'.' if inner else ''}")
         elif inner:
-            found += keys_that(may, inner, f"{prefix}{name}.")
+            found += keys_with(may, inner, f"{prefix}{name}.")
     return tuple(found)

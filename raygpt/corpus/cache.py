@@ -74,7 +74,7 @@ class BlockCache:
             os.close(file)
 
     def publish(self, needs: Sequence[Need]) -> None:
-        """Tell the node's other processes what this one will need, unless the disk is full."""
+        """Publish for the node's other processes what this one will need, unless the disk is full."""
         with _full_disk_ignored():
             self._needs.write(needs)
 

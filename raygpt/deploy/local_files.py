@@ -1,7 +1,7 @@
 """Which files of this machine a recipe names: a cluster does not see them."""
 
 from raygpt.config import Recipe
-from raygpt.corpus.sources import PRESETS
+from raygpt.corpus.sources import is_path
 from raygpt.storage import is_remote
 
 
@@ -20,4 +20,4 @@ def local_files(recipe: Recipe) -> list[tuple[str, str]]:
 
 def _is_elsewhere(name: str) -> bool:
     """Whether every machine finds it: a dataset by name, the standard library, an address."""
-    return name == "stdlib" or name.partition(":")[0] in PRESETS or name.startswith("hf:") or is_remote(name)
+    return not is_path(name) or is_remote(name)

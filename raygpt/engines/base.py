@@ -143,8 +143,8 @@ class Reader(TokenScorer, Protocol):
         ...
 
 
-class Rows(NamedTuple):
-    """What a step does in each slot: arrays [slots], of NumPy or on the device."""
+class SlotInputs(NamedTuple):
+    """Inputs of a step by slot: arrays [slots], of NumPy or on the device."""
 
     positions: Any  # int32, of the token that is read; the context's last one where a slot is idle
     live: Any  # bool
@@ -154,9 +154,9 @@ class Rows(NamedTuple):
     top_ks: Any  # int32; 0 keeps all
     top_ps: Any  # fp32; 1 keeps all
 
-    def of(self, slot: int) -> "Rows":
-        """The row of one slot, each [1]."""
-        return Rows(*(array[slot : slot + 1] for array in self))
+    def of(self, slot: int) -> "SlotInputs":
+        """Those of one slot, each [1]."""
+        return SlotInputs(*(array[slot : slot + 1] for array in self))
 
     @property
     def limited(self) -> Any:
@@ -168,7 +168,7 @@ class Rows(NamedTuple):
         return np.stack([a.view(np.int32) if a.dtype == np.float32 else a.astype(np.int32) for a in self])
 
     @classmethod
-    def unpacked(cls, numbers: Any, float32: Any) -> "Rows":
+    def unpacked(cls, numbers: Any, float32: Any) -> "SlotInputs":
         """Of what `packed` gave, on the device, whose library calls fp32 `float32`."""
         rows = cls(*numbers)
         floats = {name: getattr(rows, name).view(float32) for name in ("temperatures", "top_ps")}
@@ -206,11 +206,11 @@ class Slots(Protocol):
         """The log-probabilities of the tokens [part] that follow those of a part."""
         ...
 
-    def begin(self, state: Any, slot: int, hidden: Any, last: int, rows: Rows, top: bool) -> Any:
+    def begin(self, state: Any, slot: int, hidden: Any, last: int, rows: SlotInputs, top: bool) -> Any:
         """Draw a text's first token, [1], after number `last` of its prompt's last part."""
         ...
 
-    def step(self, state: Any, rows: Rows, top: bool) -> Any:
+    def step(self, state: Any, rows: SlotInputs, top: bool) -> Any:
         """Read the last token of every live slot and draw the next one, [slots]; `top` asks for alternatives."""
         ...
 

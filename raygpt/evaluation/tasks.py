@@ -21,15 +21,15 @@ Figures = dict[str, float]
 class EvalTask(NamedTuple):
     """Which pairs an item consists of, and how the result follows from their likelihoods."""
 
-    fault: Callable[[Item], str | None]  # what an item must have and has not
+    problem: Callable[[Item], str | None]  # why an item is invalid; None if it is valid
     on_the_hub: str
     figures: tuple[str, ...]  # of its result, the ones that are quoted
     pairs: Callable[[Item], list[Pair]]
     result: Callable[[Sequence[Item], Sequence[list[Likelihood]]], Figures]
 
 
-def hellaswag_fault(item: Item) -> str | None:
-    """What is wrong with an item, in words that say what it must have."""
+def hellaswag_problem(item: Item) -> str | None:
+    """Why an item is invalid; None if it is valid."""
     endings, label = item.get("endings"), str(item.get("label"))
     halves = [item.get("ctx_a"), item.get("ctx_b")]
     if not _are_texts([item.get("activity_label"), *([item.get("ctx")] if None in halves else halves)]):
@@ -79,8 +79,8 @@ def hellaswag_choices(item: Item, found: list[Likelihood]) -> tuple[int, int]:
     return int(logs.argmax()), int((logs / np.maximum(lengths, 1)).argmax())
 
 
-def lambada_fault(item: Item) -> str | None:
-    """What is wrong with an item, in words that say what it must have."""
+def lambada_problem(item: Item) -> str | None:
+    """Why an item is invalid; None if it is valid."""
     text = item.get("text")
     return None if isinstance(text, str) and text.strip() else "text must be a text"
 
@@ -111,14 +111,14 @@ def standard_error(values: Any) -> float:
 
 TASKS = {  # by the names that a recipe uses
     "hellaswag": EvalTask(
-        hellaswag_fault,
+        hellaswag_problem,
         "hf:Rowan/hellaswag::validation",
         ("acc", "acc_norm"),
         hellaswag_pairs,
         hellaswag_result,
     ),
     "lambada": EvalTask(
-        lambada_fault,
+        lambada_problem,
         "hf:EleutherAI/lambada_openai:default:test",
         ("acc", "perplexity"),
         lambada_pairs,
@@ -169,8 +169,8 @@ def read_items(name: str, path: str | None, limit: int | None = None) -> list[It
     if not items:
         raise RaygptError(f"{where} has no items; name a .jsonl file with an item of {name} in every line")
     for line, item in items.items():
-        if fault := task.fault(item):
-            raise RaygptError(f"{where}, line {line}: {fault}")
+        if problem := task.problem(item):
+            raise RaygptError(f"{where}, line {line}: {problem}")
     return list(items.values())[:limit]
 
 

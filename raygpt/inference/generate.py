@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.engines import make_slots
-from raygpt.engines.base import Rows, Slots
+from raygpt.engines.base import SlotInputs, Slots
 from raygpt.inference.loaded import LoadedModel
 from raygpt.inference.sampling import encode_prompt, rows_of
 
@@ -182,7 +182,7 @@ def _draws(
                 drawn = slots.fetch(slots.step(state, rows, False)).tokens[:samples]
 
 
-def _begun(slots: Slots, state: Any, slot: int, prompt: list[int], rows: Rows, context: int) -> NDArray[np.int32]:
+def _begun(slots: Slots, state: Any, slot: int, prompt: list[int], rows: SlotInputs, context: int) -> NDArray[np.int32]:
     """The first token, [1], after a prompt, which is read in parts."""
     read = 0
     while read < len(prompt):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raygpt.corpus.tokenizers import Tokenizer
-from raygpt.engines.base import Rows
+from raygpt.engines.base import SlotInputs
 from raygpt.engines.token_sampling import draw, draw_limited, fold_seed
 from raygpt.errors import RaygptError
 
@@ -89,10 +89,10 @@ def stream(
             logits, cache = model.decode(state, drawn[:, None], place, cache)
 
 
-def rows_of(count: int, temperature: float, top_k: int | None, top_p: float | None, seed: int) -> Rows:
+def rows_of(count: int, temperature: float, top_k: int | None, top_p: float | None, seed: int) -> SlotInputs:
     """Texts that begin together, with the same options; text n has the seed plus n."""
     whole, ones = np.zeros(count, np.int32), np.ones(count, np.float32)
-    return Rows(
+    return SlotInputs(
         positions=whole,
         live=whole == 0,
         seeds=np.array([fold_seed(seed + n) for n in range(count)], np.int32),

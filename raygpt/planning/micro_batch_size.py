@@ -30,12 +30,10 @@ class Split:
         return self.memory.total
 
     def __str__(self) -> str:
-        over = "1 device" if self.devices == 1 else f"{self.devices} devices"
+        devices = "1 device" if self.devices == 1 else f"{self.devices:,} devices"
         padding = self.micro_rows * self.accumulation - self.rows
-        return (
-            f"{self.rows} rows = {self.micro_rows} rows over {over} × {self.accumulation} accumulated"
-            f"{f', {padding} of them padding' if padding else ''}; about {size(self.memory_bytes)} per device"
-        )
+        padded = f", {padding:,} of them padding" if padding else ""
+        return f"{self.rows:,} rows = {self.micro_rows:,} × {self.accumulation:,} accumulated{padded}, {devices}"
 
 
 def split_batch(recipe: Recipe, vocab: int, devices: Devices) -> Split:

@@ -24,6 +24,7 @@ from raygpt.runs.checkpoints import Checkpoint
 from raygpt.runs.metrics import Line
 
 RECIPE = "recipe.yaml"
+LOCK = "hold.json"  # not "lock.json": a driver of an older version must find it
 RUNS = Run().storage  # where runs are by default
 
 
@@ -128,12 +129,23 @@ def free_name(folder: str) -> str:
     return next(name for name in names if not storage.exists(storage.join(home, name, RECIPE)))
 
 
+def split_step(name: str) -> tuple[str, int | None]:
+    """Run and step of RUN@STEP; of any other name, such as runs/me@home, no step."""
+    run, at, step = name.rpartition("@")
+    return (run, int(step)) if at and step.isdecimal() else (name, None)
+
+
 def find_folder(name: str) -> str:
-    """The absolute folder of a run: a path, an s3:// address, or the name of a run in ./runs."""
+    """The absolute folder of a run: a path, an s3:// address, or the name of a run in ./runs, or of a sweep that is
+    being trained there."""
     folder = storage.absolute(name).rstrip("/")
     in_runs = storage.absolute(storage.join(RUNS, name))
-    is_name = "/" not in name and not storage.exists(storage.join(folder, RECIPE))
-    return in_runs if is_name and storage.exists(storage.join(in_runs, RECIPE)) else folder
+    return in_runs if "/" not in name and not _is_run(folder) and _is_run(in_runs) else folder
+
+
+def _is_run(folder: str) -> bool:
+    """Whether it is a run, or a sweep that is being trained, which has only a lock."""
+    return any(storage.exists(storage.join(folder, file)) for file in (RECIPE, LOCK))
 
 
 def open_run(folder: str) -> OpenRun:

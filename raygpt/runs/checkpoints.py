@@ -233,7 +233,7 @@ def _remove(folder: str) -> None:
 
 def val_losses(run_folder: str) -> dict[int, float | None]:
     """Validation loss by step; None if there is no validation text."""
-    read = storage.read_json(storage.join(run_folder, FOLDER, VAL_LOSSES)) or {}
+    read = storage.read_json(storage.join(run_folder, FOLDER, VAL_LOSSES), form=dict[int, float | None]) or {}
     return {int(step): loss for step, loss in read.items()}
 
 

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from raygpt import storage
 from raygpt.errors import DamagedError, RaygptError, TransientError
-from raygpt.runs import free_name
+from raygpt.runs import LOCK, free_name
 
-LOCK = "hold.json"  # not "lock.json": a driver of an older version must find it
 RENEW_S = 10.0
 POLL_S = 1.0
 STALE_S = 60.0  # six renewals missed; machines' clocks may differ by less
@@ -118,7 +117,7 @@ def _renew(uri: str, ours: Owner, ended: threading.Event, taken_by: list[Owner])
 
 def _read(uri: str) -> Owner | None:
     try:
-        read = storage.read_json(uri)
+        read = storage.read_json(uri, form=Owner)
         return Owner(**read) if read else None
     except (TypeError, OSError, DamagedError):
         return None  # not written by raygpt

@@ -4,14 +4,15 @@
 {"step", "val_loss", …}  a validation; only task scores where there is no text to validate on
 {"step", "restart"}      the run was resumed after this step
 
-Reader and writer ignore an incomplete line, as a killed process or a full disk may leave it.
+Reader and writer ignore an incomplete line, as a killed process or a full disk may leave it, and the reader one whose
+values are not numbers.
 """
 
 import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ UPLOAD_INTERVAL_S = 10.0  # the shortest time between two uploads, and at least 
 
 def read(run_folder: str) -> list[Line]:
     """Every line that was logged, in order; none if there is no file."""
-    return [line for _, line in complete_lines(content_of(storage.join(run_folder, METRICS)))]
+    lines = (line for _, line in complete_lines(content_of(storage.join(run_folder, METRICS))))
+    return [line for line in lines if all(isinstance(value, int | float) for value in line.values())]
 
 
 def latest(lines: Iterable[Line]) -> Line:
@@ -40,6 +42,12 @@ def latest(lines: Iterable[Line]) -> Line:
 def restarts(lines: Iterable[Line]) -> list[Line]:
     """The lines that record a restart."""
     return [line for line in lines if line.get("restart")]
+
+
+def since_start(lines: Sequence[Line]) -> Sequence[Line]:
+    """The lines of the last start: earlier ones may have been on other hardware."""
+    first = max((number for number, line in enumerate(lines, 1) if line.get("restart")), default=0)
+    return lines[first:]
 
 
 class MetricsFile:
@@ -122,5 +130,5 @@ def complete_lines(content: bytes) -> Iterator[tuple[bytes, Line]]:
     for text in content.splitlines(keepends=True):
         with contextlib.suppress(ValueError):
             line = json.loads(text)
-            if isinstance(line, dict) and "step" in line and text.endswith(b"\n"):
+            if isinstance(line, dict) and isinstance(line.get("step"), int) and text.endswith(b"\n"):
                 yield text, line

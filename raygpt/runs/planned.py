@@ -31,7 +31,8 @@ def compare(run_folder: str) -> Compared | None:
     plan = records.read_plan(run_folder)
     if plan is None:
         return None
-    speeds = [line["tokens_per_s"] for line in metrics.read(run_folder) if line.get("tokens_per_s")]
+    lines = metrics.since_start(metrics.read(run_folder))
+    speeds = [line["tokens_per_s"] for line in lines if line.get("tokens_per_s")]
     batch = plan["tokens"] / plan["steps"]
     taken = batch / statistics.median(speeds) if speeds else None
     return Compared(plan["step_s"]["total"], taken, plan["memory"]["total"], plan.get("peak_bytes", 0))

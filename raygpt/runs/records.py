@@ -44,6 +44,28 @@ class Outcome:
         return cls("failed", " ".join(lines[: 1 + is_heading]) or type(error).__name__)
 
 
+@dataclass(frozen=True)
+class _About:
+    """What about.json must have."""
+
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Total:
+    total: float
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What plan.json must have."""
+
+    steps: int
+    tokens: int
+    step_s: _Total
+    memory: _Total
+
+
 def write_result(run_folder: str, outcome: Outcome) -> None:
     """Record how a run ended, for `raygpt runs`."""
     storage.write_json(storage.join(run_folder, RESULT), {**asdict(outcome), "time": round(time.time(), 3)})
@@ -51,7 +73,7 @@ def write_result(run_folder: str, outcome: Outcome) -> None:
 
 def read_result(run_folder: str) -> dict[str, Any] | None:
     """{"state", "why", "time"}; None if no driver has recorded a result."""
-    return _read(run_folder, RESULT)
+    return _read(run_folder, RESULT, Outcome)
 
 
 def write_about(run_folder: str, about: Mapping[str, str]) -> None:
@@ -61,7 +83,7 @@ def write_about(run_folder: str, about: Mapping[str, str]) -> None:
 
 def read_about(run_folder: str) -> dict[str, Any]:
     """What the run last ran on; empty if that was not recorded."""
-    return _read(run_folder, ABOUT) or {}
+    return _read(run_folder, ABOUT, _About) or {}
 
 
 def write_plan(run_folder: str, plan: Mapping[str, Any]) -> None:
@@ -78,7 +100,7 @@ def write_peak(run_folder: str, peak_bytes: int) -> None:
 
 def read_plan(run_folder: str) -> dict[str, Any] | None:
     """The plan of the run's last start; None if there is none."""
-    return _read(run_folder, PLAN)
+    return _read(run_folder, PLAN, _Plan)
 
 
 def keep_sample(run_folder: str, step: int, *texts: str, prompts: Sequence[str] = ()) -> None:
@@ -96,11 +118,12 @@ def samples_of(step: int, texts: Sequence[str], prompts: Sequence[str] = ()) -> 
 
 def read_samples(run_folder: str) -> list[dict[str, Any]]:
     """{"step", "text"}, some with "prompt", in order of steps."""
-    return [sample for _, sample in complete_lines(content_of(storage.join(run_folder, SAMPLES)))]
+    samples = (sample for _, sample in complete_lines(content_of(storage.join(run_folder, SAMPLES))))
+    return [sample for sample in samples if isinstance(sample.get("text"), str)]
 
 
-def _read(run_folder: str, name: str) -> dict[str, Any] | None:
-    read: dict[str, Any] | None = storage.read_json(storage.join(run_folder, name))
+def _read(run_folder: str, name: str, form: type) -> dict[str, Any] | None:
+    read: dict[str, Any] | None = storage.read_json(storage.join(run_folder, name), form=form)
     return read
 
 

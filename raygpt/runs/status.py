@@ -92,6 +92,6 @@ def _state(run: OpenRun, last: Facts) -> tuple[str, str]:
         return "failed", f"its driver is gone without recording a result: {owner}"
     result = records.read_result(run.folder)
     if result:
-        return result["state"], result["why"]
+        return result["state"], result.get("why", "")
     is_evaluated = run.total_steps in checkpoints.val_losses(run.folder)
     return ("finished", "") if is_evaluated and last.get("step", 0) >= (run.total_steps or 0) else ("stopped", "")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raygpt.corpus.tokenizers import Tokenizer
-from raygpt.engines.base import Drawn, Rows, Slots
+from raygpt.engines.base import Drawn, SlotInputs, Slots
 from raygpt.engines.token_sampling import fold_seed
 from raygpt.errors import first_line
 from raygpt.inference.generate import Sample, part_of
@@ -224,12 +224,12 @@ class Batch:
             text.add(drawn, text.slot)
 
 
-def _idle_rows(count: int, context: int) -> Rows:
+def _idle_rows(count: int, context: int) -> SlotInputs:
     """An idle slot writes at the context's last position, which no later token reads."""
     ints, floats = np.zeros((4, count), np.int32), np.ones((2, count), np.float32)
-    return Rows(ints[0] + context - 1, np.zeros(count, bool), ints[1], ints[2], floats[0], ints[3], floats[1])
+    return SlotInputs(ints[0] + context - 1, np.zeros(count, bool), ints[1], ints[2], floats[0], ints[3], floats[1])
 
 
-def _copied(rows: Rows) -> Rows:
+def _copied(rows: SlotInputs) -> SlotInputs:
     """What is sent to the device must not change before it gets there."""
-    return Rows(*(array.copy() for array in rows))
+    return SlotInputs(*(array.copy() for array in rows))

@@ -7,7 +7,7 @@ from typing import Any
 
 from raygpt.errors import RaygptError
 from raygpt.host import is_loopback
-from raygpt.runs import open_run
+from raygpt.runs import open_run, split_step
 from raygpt.serving.model import Options
 
 SHORTEST_KEY = 8
@@ -35,10 +35,7 @@ def _parts(one: str) -> tuple[str, str, int | None]:
     name, equals, rest = one.partition("=")
     if not equals or "/" in name:
         name, rest = "", one
-    folder, at, step = rest.rpartition("@")
-    if at and step.isdecimal():
-        return name, folder, int(step)
-    return name, rest, None
+    return name, *split_step(rest)
 
 
 def api_key(host: str, file: str | None) -> str | None:

@@ -50,7 +50,7 @@ def _facts(plan: "Forecast", price: float | None) -> list[tuple[str, str]]:
     engine = f"jax, {kernels} kernels" if plan.recipe.engine == "jax" else "torch"
     facts = [
         (verdict, f"{size(need)} of {size(limit)} on each device, {need / limit:,.0%}"),
-        ("batch", f"{_batch(plan)}; mesh {mesh}"),
+        ("batch", f"{plan.split}; mesh {mesh}"),
         ("speed", f"{plan.tokens_per_s:,.0f} tokens/s, {short_time(plan.time.total)} a step, MFU {plan.mfu:.1%}"),
         ("run", _run(plan)),
         ("cost", "" if price is None else f"{plan.cost(price):,.2f} at {price:g} per device-hour"),
@@ -59,14 +59,6 @@ def _facts(plan: "Forecast", price: float | None) -> list[tuple[str, str]]:
         ("by", f"{engine}; device: {plan.target.device.source}"),
     ]
     return [(label, text) for label, text in facts if text]
-
-
-def _batch(plan: "Forecast") -> str:
-    split = plan.split
-    devices = "1 device" if split.devices == 1 else f"{split.devices:,} devices"
-    padding = split.micro_rows * split.accumulation - split.rows
-    padded = f", {padding:,} of them padding" if padding else ""
-    return f"{split.rows:,} rows = {split.micro_rows:,} × {split.accumulation:,} accumulated{padded}, {devices}"
 
 
 def _run(plan: "Forecast") -> str:

@@ -1,5 +1,6 @@
 """A run's progress from its directory, in the lines of `raygpt train`: for runs whose console is elsewhere."""
 
+import json
 import time
 
 from rich.markup import escape
@@ -16,15 +17,16 @@ POLL_S = 2.0
 
 def show_progress(name: str, follow: bool) -> str:
     """Print what a run has logged, and with `follow` what it logs until it ends; returns its state."""
-    seen = 0.0
+    shown: set[str] = set()
     while True:
         run = open_run(name)  # what it has read is cached, so it is opened again
         facts = status(run)
         watch = TrainingProgress(run.total_steps, None)
         for line in run.metrics:
-            if line["time"] > seen:  # not by number: a run that starts again drops the lines after its checkpoint
+            text = json.dumps(line)
+            if text not in shown:  # not by number: a run that starts again drops the lines after its checkpoint
                 watch(_event(run, line))
-                seen = line["time"]
+                shown.add(text)
         if not follow or facts["state"] != "running":
             why = f": {printable(facts['why'])}" if facts["why"] else ""
             out.print(f"{facts['state']}{escape(why)}", soft_wrap=True)
@@ -36,4 +38,4 @@ def _event(run: OpenRun, line: Line) -> Event:
     values = {name: value for name, value in line.items() if name not in ("step", "time")}
     if "restart" in line:
         return Resumed(line["step"], run.folder, is_fork=False)
-    return (StepLogged if "loss" in line else Validated)(line["step"], values, line["time"])
+    return (StepLogged if "loss" in line else Validated)(line["step"], values, line.get("time"))

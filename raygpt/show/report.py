@@ -17,12 +17,18 @@ def write_report(folders: Sequence[str], out: str | None = None, svg: str | None
     runs = [open_run(folder) for folder in folders]
     for run in runs:
         if not loss_curves([run], "step"):
-            raise RaygptError(f"{run.folder} has not logged a loss yet; train it further: raygpt train")
+            raise RaygptError(f"{run.folder} {_why_no_curve(run)}")
     contents = {storage.absolute(svg): loss_picture(runs).encode()} if svg else {}
     contents |= {storage.absolute(out or storage.join(runs[0].folder, PAGE)): page(runs).encode()}
     for file, content in contents.items():
         storage.write_bytes(file, content)
     return {file: len(content) for file, content in contents.items()}
+
+
+def _why_no_curve(run: OpenRun) -> str:
+    if any("loss" in line or "val_loss" in line for line in run.metrics):
+        return "has logged no loss that is a number; begin another run with a lower optimizer.learning_rate"
+    return "has not logged a loss yet; train it further: raygpt train"
 
 
 def loss_picture(runs: Sequence[OpenRun]) -> str:

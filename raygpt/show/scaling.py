@@ -24,9 +24,9 @@ def show_plan(ladder: "Ladder", at_once: int) -> None:
     rows.append(("folder", relative_path(ladder.folder)))
     out.print(table_of(rows))
     if ladder.is_far:
-        nearer = f"--share {ladder.enough:.2g} would come nearer"
-        remedy = nearer if ladder.enough else f"no ladder of up to {MOST_RUNGS} runs would come nearer"
-        note(f"the run is far from its ladder, whose prediction may be {ladder.expected_error:.1%} off; {remedy}")
+        nearer = f"--share {ladder.enough:.2g}" if ladder.enough else f"no ladder of up to {MOST_RUNGS} runs"
+        off = f"{ladder.expected_error:.1%}"
+        note(f"the run is far from its ladder, whose prediction may be {off} off; {nearer} would come nearer")
 
 
 def show_answer(ladder: "Ladder", answer: "ScalingAnswer", page: str) -> None:

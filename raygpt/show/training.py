@@ -123,7 +123,7 @@ class TrainingProgress:
         values, parts = event.values, [self._step(event.step), f"loss {event.loss:.4f}"]
         if "tokens_per_s" in values:
             parts.append(f"{values['tokens_per_s']:,.0f} tokens/s")
-            if self._steps:
+            if self._steps and event.step and values["tokens_per_s"] and "tokens" in values:
                 left = (self._steps - event.step) * values["tokens"] / event.step / values["tokens_per_s"]
                 parts.append(f"{duration(left)} left")
         if values.get("skipped"):

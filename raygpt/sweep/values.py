@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raygpt.config import May, keys_that, shown
+from raygpt.config import May, keys_with, shown
 from raygpt.errors import RaygptError
 from raygpt.recipes import read_override
 
@@ -24,7 +24,7 @@ LONGEST_NAME = 100  # of a trial; that of a run has 128 characters, and a fork's
 NUMBER = r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 RANGE = re.compile(rf"(log:)?({NUMBER})\.\.({NUMBER})(?::([0-9]+))?")
 # Losses on other text cannot be compared; the other keys do not change a loss.
-FIXED = ("data.", "run.", *keys_that(May.CHANGE))
+FIXED = ("data.", "run.", *keys_with(May.CHANGE))
 
 
 @dataclass(frozen=True)

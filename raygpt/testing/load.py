@@ -1,4 +1,4 @@
-"""Load for a server: clients that send random requests, some bad, and some of whom go away; and what they were told."""
+"""Load for a server: clients that send random requests, some bad, and some of whom go away; and their answers."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ BAD: tuple[dict[str, Any], ...] = (
 
 
 @dataclass(frozen=True)
-class Told:
+class Answered:
     """A request that was answered in full: what it asked for, the text, and the checkpoint that it came from."""
 
     body: dict[str, Any]
@@ -42,7 +42,7 @@ class Clients:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.answers: list[Told] = []
+        self.answers: list[Answered] = []
         self.counts: Counter[str] = Counter()
 
     async def run(self) -> None:
@@ -78,7 +78,7 @@ class Clients:
             if answer.status != 200:
                 return await self._refused(answer)
             choice = (await answer.json())["choices"][0]
-            self.answers.append(Told(body, choice["text"], choice["step"]))
+            self.answers.append(Answered(body, choice["text"], choice["step"]))
             return "answered"
 
     async def _stream(self, session: aiohttp.ClientSession, body: dict[str, Any], chance: random.Random) -> str:
@@ -93,7 +93,7 @@ class Clients:
                         return f"broken off: {message['error']['type']}"
                     text += message["choices"][0]["text"]
                     step = message["choices"][0]["step"]
-            self.answers.append(Told(body, text, step))
+            self.answers.append(Answered(body, text, step))
             return "streamed"
 
     async def _leave(self, session: aiohttp.ClientSession, body: dict[str, Any], chance: random.Random) -> str:
@@ -105,11 +105,11 @@ class Clients:
 
     async def _bad(self, session: aiohttp.ClientSession, body: dict[str, Any], chance: random.Random) -> str:
         async with session.post(f"{self.address}/v1/completions", json=chance.choice(BAD)) as answer:
-            told = await answer.json()
-            is_clear = 400 <= answer.status < 500 and "\n" not in told["error"]["message"]
+            refusal = await answer.json()
+            is_clear = 400 <= answer.status < 500 and "\n" not in refusal["error"]["message"]
             return "refused a bad request" if is_clear else f"a bad request got {answer.status}"
 
     async def _refused(self, answer: aiohttp.ClientResponse) -> str:
-        told = await answer.json()
+        refusal = await answer.json()
         await asyncio.sleep(float(answer.headers.get("Retry-After", 0.2)))
-        return f"refused: {answer.status} {told['error']['type']}"
+        return f"refused: {answer.status} {refusal['error']['type']}"

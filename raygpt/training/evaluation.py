@@ -8,8 +8,9 @@ import numpy as np
 from raygpt.corpus.feed import val_windows
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.engines.base import Engine
-from raygpt.evaluation import prompts, tasks
+from raygpt.evaluation import tasks
 from raygpt.runs import checkpoints, records
+from raygpt.training import samples
 from raygpt.training.events import Sampled, Validated
 from raygpt.training.session import Session, write_or_warn
 from raygpt.training.spec import RunSpec
@@ -72,7 +73,7 @@ class Evaluation:
     def _texts(self, state: Any, part_done: Callable[[], None]) -> list[str]:
         """A text generated from each of the recipe's prompts, always with the same seed."""
         training, tokenizer = self._training, self._spec.tokenizer
-        return prompts.write(self._engine, state, tokenizer, training.prompts, training.seed, part_done)
+        return samples.write(self._engine, state, tokenizer, training.prompts, training.seed, part_done)
 
     def _keep_texts(self, step: int, texts: list[str]) -> None:
         recipe_prompts = self._training.prompts

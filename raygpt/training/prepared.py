@@ -13,12 +13,11 @@ from raygpt.corpus.store import stores_of
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.engines import require
 from raygpt.errors import RaygptError
-from raygpt.evaluation import prompts
 from raygpt.evaluation.tasks import Item, choose, encode_items, read_items
 from raygpt.runs import checkpoints
 from raygpt.runs.checkpoints import Checkpoint
 from raygpt.testing import faults
-from raygpt.training import resume, tracking
+from raygpt.training import resume, samples, tracking
 from raygpt.training.spec import RunSpec
 from raygpt.training.totals import Totals, compute_totals, in_steps
 
@@ -91,7 +90,7 @@ def prepare_run(recipe: Recipe, watch: Watch, force: bool, spare_cpus: Callable[
             val_tokens=corpus.val_tokens,
             run_folder=folder,
         )
-        prompts.encode(corpus.tokenizer, known.training.prompts, context)  # refuses prompts that cannot be continued
+        samples.encode(corpus.tokenizer, known.training.prompts, context)  # refuses prompts that cannot be continued
         _check_eval_items(corpus.tokenizer, eval_items, context)
         tokenizer = tokenizers.fingerprint(corpus.tokenizer)
         resume.check_text(folder, after, tokenizer, [stream.index.fingerprint for stream in feed.streams], force)

@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 
 from raygpt import storage
-from raygpt.config import May, Model, Recipe, Schedule, keys_that
+from raygpt.config import May, Model, Recipe, Schedule, keys_with
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
 from raygpt.recipes.explain import flat
-from raygpt.runs import RECIPE, checkpoints, free_name, has_taken_steps
+from raygpt.runs import RECIPE, checkpoints, free_name, has_taken_steps, split_step
 from raygpt.runs.checkpoints import Checkpoint
 
 # Some of the keys that may change do change the numbers: cluster, compile, remat, accumulation and deterministic change
 # the rounding, and on_nan and on_spike skip steps. The batches stay the same.
-FREE = keys_that(May.CHANGE)
+FREE = keys_with(May.CHANGE)
 LENGTHS = ("training.steps", "training.epochs")  # a run may be lengthened
 WARMUP = "schedule.warmup_steps"  # and its warm-up with it: that of a shortened recipe was shorter
 
@@ -106,15 +106,14 @@ def fork(recipe: Recipe, home: str, tokenizer: str, after: int = 0) -> Checkpoin
 
 def _run_of(start_from: str, home: str) -> tuple[str, str, int | None]:
     """The name, the folder and the step that `run.start_from` names; the newest step if none."""
-    name, _, step = start_from.partition("@")
-    if step and not step.isdecimal():
-        raise RaygptError(
-            f"run.start_from: {step!r} is no step; write RUN or RUN@STEP, e.g. run.start_from: {name}@1000"
-        )
+    name, step = split_step(start_from)
     folder = storage.absolute(name) if "/" in name else storage.join(home, name)
     if not storage.exists(storage.join(folder, RECIPE)):
-        raise RaygptError(f"run.start_from: there is no run {name!r} in {home}; write the name of one, or its path")
-    return name, folder, int(step) if step else None
+        raise RaygptError(
+            f"run.start_from: there is no run {name!r} in {home}; write the name of one or its path, and "
+            "@STEP after it for one of its steps"
+        )
+    return name, folder, step
 
 
 def _named(recipe: Recipe, start_from: str, home: str, tokenizer: str) -> Checkpoint:
@@ -124,7 +123,7 @@ def _named(recipe: Recipe, start_from: str, home: str, tokenizer: str) -> Checkp
     saved = Model.model_validate(facts["recipe"]["model"])  # keys that are newer than that run have defaults
     models = (recipe.model, saved)
     ours, theirs = (flat({"model": model.model_dump(mode="json")}) for model in models)
-    keys = [key for key in ours if key not in keys_that(May.DIFFER)]
+    keys = [key for key in ours if key not in keys_with(May.DIFFER)]
     different = ", ".join(f"{key}: {theirs[key]} → {ours[key]}" for key in keys if ours[key] != theirs[key])
     if facts["tokenizer"] != tokenizer:
         different = "its tokenizer" if not different else f"{different}, its tokenizer"

@@ -21,6 +21,7 @@ from raygpt.deploy import files, rayjob, slurm
 from raygpt.deploy.commented import Noted, notes, plain, to_yaml
 from raygpt.deploy.deployment import CPUS, MEMORY_GIB, plan_deployment
 from raygpt.deploy.image import CHECKOUT
+from raygpt.deploy.local_files import local_files
 from raygpt.deploy.names import seconds
 from raygpt.deploy.options import Options, parse_selector
 from raygpt.deploy.rules import problems
@@ -205,6 +206,11 @@ def test_what_gke_has_no_slice_for_is_refused():
     with pytest.raises(RaygptError, match="has 6 chips, and hosts of TPU-V6E have 4"):
         slice_of("TPU-V6E", "2x3")
     assert set(GKE_NAMES) >= {"TPU-V4", "TPU-V5P", "TPU-V6E"}
+
+
+def test_a_dataset_of_a_revision_is_no_file_of_this_machine():
+    recipe = load_recipe("tiny", {"data.source": "openwebtext@main", "data.val": "wikitext-103:validation@main"})
+    assert local_files(recipe) == []
 
 
 # What is refused before anything is written

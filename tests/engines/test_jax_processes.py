@@ -79,7 +79,7 @@ def test_a_worker_takes_its_share_of_a_gpus_memory(resources, own, fraction, mon
 
 
 def test_without_a_home_that_can_be_written_nothing_is_cached_and_nothing_said(tmp_path):
-    script = "from raygpt.engines.jax.processes import keep_compiled\nkeep_compiled()\n"
+    script = "from raygpt.engines.jax.processes import enable_compilation_cache\nenable_compilation_cache()\n"
     script += "import jax, jax.numpy as jnp\nprint(jax.jit(lambda x: jnp.sin(x).sum())(jnp.ones(2)).shape)"
     (tmp_path / "file").touch()
     environment = {

@@ -108,7 +108,7 @@ def test_copies_of_the_model_on_cpus_exchange_few_things(how, optimizer, most):
     """Each that waits holds a thread: those that engines/jax/processes.py counts are enough for no more."""
     jax = pytest.importorskip("jax")
     from raygpt.engines.jax.engine import JaxEngine
-    from raygpt.engines.jax.processes import COPIES_THREADS, MUON_EXTRA_THREADS
+    from raygpt.engines.jax.processes import MUON_EXTRA_THREADS, REPLICA_THREADS
 
     engine = JaxEngine(recipe("jax", 2, how, optimizer), VOCAB, devices=jax.devices()[:2])
     state, both = engine.start(), engine._put_both(WINDOWS[0])
@@ -120,7 +120,7 @@ def test_copies_of_the_model_on_cpus_exchange_few_things(how, optimizer, most):
     for name, program in programs.items():
         exchanged = re.findall(r" (all-\w+|reduce-scatter|collective-\w+)\(", program.compile().as_text())
         assert 1 <= len(exchanged) <= most, (name, exchanged)
-    assert most == COPIES_THREADS + (MUON_EXTRA_THREADS if optimizer == "muon" else 0)
+    assert most == REPLICA_THREADS + (MUON_EXTRA_THREADS if optimizer == "muon" else 0)
 
 
 # PyTorch

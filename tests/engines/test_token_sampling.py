@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from raygpt.engines import token_sampling
-from raygpt.engines.base import Rows
+from raygpt.engines.base import SlotInputs
 
 LOGITS = np.array([2.0, 1.0, 0.0, -1.0, -2.0, 0.5], dtype=np.float32)
 
@@ -12,12 +12,14 @@ LOGITS = np.array([2.0, 1.0, 0.0, -1.0, -2.0, 0.5], dtype=np.float32)
 def rows(count, temperature=1.0, top_k=0, top_p=1.0, seeds=None):
     whole, floats = np.zeros(count, np.int32), np.ones(count, np.float32)
     seeds = np.arange(count, dtype=np.int32) if seeds is None else seeds
-    return Rows(whole, whole > 0, seeds, whole + 3, floats * temperature, whole + top_k, floats * np.float32(top_p))
+    return SlotInputs(
+        whole, whole > 0, seeds, whole + 3, floats * temperature, whole + top_k, floats * np.float32(top_p)
+    )
 
 
 def drawn(logits, of, xp=np):
     put = (lambda array: xp.from_numpy(array)) if xp.__name__ == "torch" else xp.asarray
-    on = Rows(*map(put, of))
+    on = SlotInputs(*map(put, of))
     return np.asarray(token_sampling.draw_limited(put(logits), 0, on, xp))
 
 
@@ -91,15 +93,15 @@ def test_pytorch_draws_without_a_number_from_the_host_as_a_cuda_graph_must(draw)
             return result
 
     logits = torch.empty(3, 50, device="meta")
-    numbers = torch.empty(len(Rows._fields), 3, dtype=torch.int32, device="meta")
+    numbers = torch.empty(len(SlotInputs._fields), 3, dtype=torch.int32, device="meta")
     with Devices():
-        drawn = draw(logits, logits, Rows.unpacked(numbers, torch.float32), torch)
+        drawn = draw(logits, logits, SlotInputs.unpacked(numbers, torch.float32), torch)
     assert (drawn.shape, places) == ((3,), {"meta"})
 
 
 def test_rows_are_the_same_after_they_were_packed_into_one_array():
     some = rows(3, temperature=0.7)._replace(top_ps=np.array([1, 0.9, 0.3], np.float32), live=np.array([1, 0, 1], bool))
-    for before, after in zip(some, Rows.unpacked(some.packed(), np.float32), strict=True):
+    for before, after in zip(some, SlotInputs.unpacked(some.packed(), np.float32), strict=True):
         np.testing.assert_array_equal(after, before)
         assert after.dtype == before.dtype
     assert some.limited.tolist() == [False, True, True]

@@ -98,7 +98,7 @@ def test_a_worker_on_a_cpu_needs_memory_for_its_devices_and_its_process():
 def test_the_recipe_may_say_how_often_it_accumulates():
     got = split(**{"training.accumulation": 5})
     assert (got.micro_rows, got.accumulation) == (7, 5)
-    assert str(got).startswith("32 rows = 7 rows over 1 device × 5 accumulated, 3 of them padding; about ")
+    assert str(got) == "32 rows = 7 × 5 accumulated, 3 of them padding, 1 device"
 
 
 @pytest.mark.parametrize(

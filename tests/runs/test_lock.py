@@ -121,8 +121,9 @@ def test_of_two_that_begin_in_the_same_moment_the_last_to_write_has_it(tmp_path,
         pass
 
 
-def test_a_file_that_is_no_lock_is_written_over(tmp_path):
-    (tmp_path / "hold.json").write_text("{")
+@pytest.mark.parametrize("content", ["{", "[1]", '{"user": "ada", "renewed": null}'])
+def test_a_file_that_is_no_lock_is_written_over(tmp_path, content):
+    (tmp_path / "hold.json").write_text(content)
     with locked(str(tmp_path)):
         assert lock_owner(str(tmp_path)).process == os.getpid()
     assert not (tmp_path / "hold.json").exists()

@@ -55,6 +55,7 @@ def test_task_scores_without_a_loss_are_not_there_twice_either(metrics, tmp_path
         b"\0" * 40 + b"\n",  # a machine that lost its power
         b"\xff\xfe\x80\n",
         b'"step"\n',
+        b'{"step": "four", "loss": 4.0}\n',
         b"{}\n",
         b"\n",
     ],
@@ -68,6 +69,15 @@ def test_what_is_left_of_a_last_line_is_read_as_none_and_written_over(metrics, t
     assert again.keep_until(10)
     again.append({"step": 4, "loss": 4.0})
     assert lines(tmp_path) == read(str(tmp_path)) == [*whole, {"step": 4, "loss": 4.0}]
+
+
+def test_a_line_whose_values_are_not_numbers_is_not_read(metrics, tmp_path):
+    before = lines(tmp_path)
+    with Path(tmp_path, "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": "4.0"}\n{"step": 4, "loss": null}\n{"step": 5, "loss": NaN}\n')
+    *known, last = read(str(tmp_path))
+    assert known == before
+    assert (last["step"], str(last["loss"])) == (5, "nan")
 
 
 def test_a_run_that_has_logged_nothing_has_no_lines(tmp_path):

@@ -13,6 +13,15 @@ def log(folder, *speeds):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def test_the_plan_of_the_last_start_is_compared_with_its_speeds_alone(tmp_path):
+    """A run that goes on with other hardware has the plan of that."""
+    write_plan(str(tmp_path), PLAN)
+    log(tmp_path, 100.0, 100.0, 100.0)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "restart": true}\n{"step": 4, "loss": 1.0, "tokens_per_s": 40960.0}\n')
+    assert compare(str(tmp_path)).taken_s == 0.1
+
+
 def test_a_run_without_a_plan_is_not_compared(tmp_path):
     assert compare(str(tmp_path)) is None
     write_peak(str(tmp_path), 5)

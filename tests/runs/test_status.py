@@ -175,6 +175,87 @@ def test_runs_are_listed_the_last_seen_first_and_a_broken_one_is_a_line_too(rayg
     assert [run["name"] for run in json.loads(out)] == ["newer", "older", "broken"]
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("result.json", "[1]", "Input should be an object"),
+        ("result.json", '{"state": "lost", "why": ""}', "state: Input should be 'finished', 'stopped' or 'failed'"),
+        ("plan.json", "{}", "steps: Field required"),
+        ("about.json", '{"device": "cpu"}', "versions: Field required"),
+        ("checkpoints/scores.json", "[1]", "Input should be an object"),
+        ("checkpoints/scores.json", '{"20": "low"}', "20: Input should be a valid number"),
+    ],
+)
+def test_a_file_of_another_form_is_named_in_one_line_and_the_other_runs_are_listed(
+    raygpt, tmp_path, file, content, reason
+):
+    make_run(tmp_path / "runs", "sound")
+    folder = make_run(tmp_path / "runs", "edited", until=10)
+    (folder / file).write_text(content)
+    line = f"{folder}/{file} is damaged ({reason}); delete it and run the same command again"
+    for verb in ("show", "report"):
+        assert raygpt(verb, folder)[::2] == (1, f"error: {line}\n")
+    status, out, _ = raygpt("runs")
+    assert status == 0
+    assert "sound" in out
+    assert (f"edited: {line}" in out) == (file not in ("plan.json", "about.json"))  # which `runs` does not read
+
+
+def test_a_result_may_lack_its_reason(tmp_path):
+    folder = make_run(tmp_path, "mine")
+    (folder / "result.json").write_text('{"state": "failed"}')
+    assert state(folder) == ("failed", "")
+
+
+@pytest.mark.parametrize("renewed", ["null", '"now"'])
+def test_a_lock_of_another_form_is_none(raygpt, tmp_path, renewed):
+    folder = make_run(tmp_path / "runs", "mine")
+    owner = '{"user": "ann", "host": "here", "process": 1, "since": 0.0, "token": "t", "renewed": %s}'
+    (folder / "hold.json").write_text(owner % renewed)
+    assert state(folder) == ("finished", "")
+
+
+def test_samples_without_a_text_are_left_out(raygpt, tmp_path):
+    folder = make_run(tmp_path / "runs", "mine")
+    (folder / "samples.jsonl").write_text('{"step": 10, "text": "words"}\n{"step": 20}\n{"step": 20, "text": 5}\n')
+    for verb in ("show", "report"):
+        assert raygpt(verb, folder)[0] == 0
+    assert details(open_run(str(folder)))["sample"] == {"step": 10, "text": "words"}
+
+
+def test_json_of_a_run_that_diverged_is_json(raygpt, tmp_path):
+    """JSON has no NaN, which Python writes and most other programs refuse."""
+    diverged = [{"step": 20, "loss": float("nan"), "val_loss": float("inf"), "time": 1030.0}]
+    folder = make_run(tmp_path / "runs", "mine", lines=diverged)
+    for words in (("runs", "--json"), ("show", folder, "--json")):
+        _, out, _ = raygpt(*words)
+        found = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        run = found[0] if words[0] == "runs" else found
+        assert (run["step"], run["loss"], run["val_loss"], run["tokens_per_s"]) == (20, None, None, 100.0)
+
+
+def test_logs_show_lines_without_a_time_lines_of_one_moment_and_of_step_0(raygpt, tmp_path):
+    folder = make_run(tmp_path, "mine", until=10)
+    lines = [
+        {"step": 0, "loss": 5.0, "tokens": 0, "tokens_per_s": 100.0},
+        {"step": 1, "loss": 4.5, "tokens": 4096, "tokens_per_s": 0.0, "time": 7.0},
+        {"step": 1, "val_loss": 4.25, "time": 7.0},
+        {"step": 2, "loss": 4.0, "tokens_per_s": 100.0},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    status, out, _ = raygpt("logs", folder)
+    assert (status, out.splitlines()) == (
+        0,
+        [
+            "step  0/20  loss 5.0000  100 tokens/s",
+            "step  1/20  loss 4.5000  0 tokens/s",
+            "step  1/20  val loss 4.2500",
+            "step  2/20  loss 4.0000  100 tokens/s",
+            "stopped",
+        ],
+    )
+
+
 def test_a_folder_that_may_not_be_read_is_a_line_beside_the_runs(raygpt, tmp_path, monkeypatch):
     make_run(tmp_path / "runs", "mine")
     (tmp_path / "runs" / "private").mkdir()

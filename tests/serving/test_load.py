@@ -32,14 +32,14 @@ def test_under_load_every_text_is_what_its_seed_gives_alone_and_no_slot_is_lost(
             assert set(clients.counts) <= known, clients.counts
             assert clients.counts["refused a bad request"] > 0
             assert clients.counts["left"] > 0
-            assert {told.step for told in clients.answers} == {7, 9}
+            assert {answer.step for answer in clients.answers} == {7, 9}
             deadline = time.monotonic() + 60  # the server has yet to notice the last client that left
             while (model._batch.load.running, model._batch.load.waiting) != (0, 0):
                 assert time.monotonic() < deadline, "a slot is lost"
                 time.sleep(0.01)
-            for told in clients.answers:
-                model._batch.served = checkpoints[told.step]
-                alone = httpx.post(f"{clients.address}/v1/completions", json=told.body, timeout=60).json()
-                assert alone["choices"][0]["text"] == told.text
+            for answer in clients.answers:
+                model._batch.served = checkpoints[answer.step]
+                alone = httpx.post(f"{clients.address}/v1/completions", json=answer.body, timeout=60).json()
+                assert alone["choices"][0]["text"] == answer.text
     finally:
         model.close()

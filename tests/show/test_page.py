@@ -209,3 +209,9 @@ def test_a_run_that_has_logged_nothing_is_refused(raygpt, tmp_path):
     folder = make_run(tmp_path, "empty", [])
     status, _, err = raygpt("report", folder)
     assert (status, err) == (1, f"error: {folder} has not logged a loss yet; train it further: raygpt train\n")
+
+
+def test_a_run_whose_losses_are_not_numbers_is_refused_as_such(raygpt, tmp_path):
+    folder = make_run(tmp_path, "diverged", logged([10, 20], lambda step: math.nan))
+    remedy = "begin another run with a lower optimizer.learning_rate"
+    assert raygpt("report", folder)[::2] == (1, f"error: {folder} has logged no loss that is a number; {remedy}\n")

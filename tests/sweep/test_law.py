@@ -1,5 +1,7 @@
 """The fitted law, against losses that follow a known one."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,8 @@ from raygpt.config import Recipe
 from raygpt.errors import RaygptError
 from raygpt.planning.loss import Measured
 from raygpt.recipes import load_recipe
-from raygpt.sweep.ladder import choose_rungs, cost
+from raygpt.show.scaling import show_plan
+from raygpt.sweep.ladder import MOST_RUNGS, choose_rungs, cost
 from raygpt.sweep.law import Goal, fit_law
 from raygpt.sweep.scaling import plan_ladder
 
@@ -61,6 +64,13 @@ def test_a_ladder_that_is_far_from_its_run_says_with_which_share_it_would_not_be
     assert far.is_far
     assert 0.1 < far.enough < 0.25
     assert not plan_ladder(recipe, 50257, far.enough, 4.4).is_far
+
+
+@pytest.mark.parametrize(("enough", "remedy"), [(0.2, "--share 0.2"), (None, f"no ladder of up to {MOST_RUNGS} runs")])
+def test_the_note_on_a_far_ladder_says_what_would_come_nearer(capsys, enough, remedy):
+    far = plan_ladder(load_recipe("modern-124m", {"training.steps": 1280}), 50257, 0.1, 4.4)
+    show_plan(replace(far, enough=enough), at_once=1)
+    assert f"off; {remedy} would come nearer" in capsys.readouterr().err
 
 
 def law_of(rungs, losses, bytes_per_token=BYTES_PER_TOKEN, **options):

@@ -16,7 +16,7 @@ from raygpt.training.events import Warned
 from raygpt.training.prepared import Prepared
 from raygpt.training.ray import launch
 from raygpt.training.ray.scaling import Workers
-from raygpt.training.resume import changed_rate, check, check_text, fork
+from raygpt.training.resume import changed_rate, check, check_fork, check_text, fork
 
 
 @pytest.fixture
@@ -190,6 +190,22 @@ def test_a_start_from_that_is_no_run_is_refused_before_the_corpus_is_prepared(tm
     recipe = load_recipe("gpt2-tiny", {"run.start_from": "gone", "run.storage": str(tmp_path)})
     with pytest.raises(RaygptError, match="there is no run 'gone'"):
         prepared.check(recipe)
+
+
+@pytest.mark.parametrize("name", ["a@b/runs/tiny", "a@b/runs/tiny@10"])
+def test_a_start_from_may_have_an_at_in_its_path(tmp_path, name):
+    folder = tmp_path / "a@b" / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(load_recipe("gpt2-tiny").to_yaml())
+    check_fork(load_recipe("gpt2-tiny", {"run.start_from": f"{tmp_path}/{name}"}), str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tiny@", "tiny@best"])
+def test_a_start_from_with_something_else_for_a_step_is_refused(tmp_path, name):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "recipe.yaml").write_text(load_recipe("gpt2-tiny").to_yaml())
+    with pytest.raises(RaygptError, match=f"there is no run '{name}' in .* and @STEP after it for one of its steps"):
+        check_fork(load_recipe("gpt2-tiny", {"run.start_from": name}), str(tmp_path))
 
 
 def test_what_a_run_began_from_may_be_gone_when_it_goes_on(tmp_path):

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from raygpt.engines.jax.processes import COPIES_THREADS, DEVICE_COUNT_FLAG, use_cores
+from raygpt.engines.jax.processes import DEVICE_COUNT_FLAG, REPLICA_THREADS, use_cores
 from raygpt.engines.precision import choose_precision
 from raygpt.host import cores
 
@@ -29,7 +29,7 @@ def use_all_cores() -> None:
     """Make each core of a CPU a device, as in training, unless XLA_FLAGS says how many there are. Call it before JAX
     looks for devices."""
     if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
-        use_cores(cores(), COPIES_THREADS)
+        use_cores(cores(), REPLICA_THREADS)
 
 
 def names() -> list[str]:

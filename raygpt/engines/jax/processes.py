@@ -17,7 +17,7 @@ DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 # Of XLA's pool on CPUs. A device that waits for another in an all-reduce holds a thread; with one for each core, two
 # all-reduces at once held them all, and the step never ended.
 THREADS_PER_DEVICE = 16
-COPIES_THREADS = 2  # for copies of the model, which run at most two at once; with more, products wait for threads
+REPLICA_THREADS = 2  # for replicas of the model, which run at most two at once; with more, products wait for threads
 MUON_EXTRA_THREADS = 3  # with Muon, which exchanges matrices of each of up to three shapes at once
 GPU_MEMORY = 0.92  # of a GPU's memory, what XLA takes for all processes that share it
 IS_SET_BY_USER = "NPROC" in os.environ
@@ -33,7 +33,7 @@ def join(address: str, workers: int, rank: int, gpus: Sequence[int | str], cores
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
     use_cores(cores)
-    keep_compiled()
+    enable_compilation_cache()
     if workers > 1:
         _reach_directly(address)
         import jax
@@ -67,39 +67,39 @@ def _have_threads(count: int) -> None:
 def set_up(recipe: Recipe | None = None) -> None:
     """Set up JAX for the engine of a recipe, or for a trained model: compiled programs are cached.
 
-    `training.deterministic` excludes, on GPUs, sums without a fixed order and kernels chosen by timing. Copies of the
-    model on CPUs never run more than `COPIES_THREADS` collectives at once, with Muon `MUON_EXTRA_THREADS` more
+    `training.deterministic` excludes, on GPUs, sums without a fixed order and kernels chosen by timing. Replicas of the
+    model on CPUs never run more than `REPLICA_THREADS` collectives at once, with Muon `MUON_EXTRA_THREADS` more
     (test_step_counts.py).
     """
     devices = re.findall(rf"{DEVICE_COUNT_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if recipe and recipe.cluster.mesh.is_data_alone and devices and os.environ.get("JAX_PLATFORMS") == "cpu":
         _have_threads(
-            (COPIES_THREADS + (MUON_EXTRA_THREADS if recipe.optimizer.kind == "muon" else 0)) * int(devices[-1])
+            (REPLICA_THREADS + (MUON_EXTRA_THREADS if recipe.optimizer.kind == "muon" else 0)) * int(devices[-1])
         )
     if recipe and recipe.training.deterministic:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_exclude_nondeterministic_ops=true"
-    keep_compiled()
+    enable_compilation_cache()
 
 
-def keep_compiled() -> None:
+def enable_compilation_cache() -> None:
     """Cache compiled programs on this machine, for the next run; nothing is cached if the home cannot be written."""
     import jax
 
     try:
-        _kept().mkdir(parents=True, exist_ok=True)
+        _cache_folder().mkdir(parents=True, exist_ok=True)
     except OSError:
         return
-    jax.config.update("jax_compilation_cache_dir", str(_kept()))
+    jax.config.update("jax_compilation_cache_dir", str(_cache_folder()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)  # small models compile in less than 1 s
-    _keep_from_every_process()
+    _cache_from_every_process()
 
 
-def _kept() -> Path:
+def _cache_folder() -> Path:
     return cache_folder() / "compiled"
 
 
 @functools.cache  # once per process: join and set_up both call it; on TPUs, where Ray connects processes, only set_up
-def _keep_from_every_process() -> None:
+def _cache_from_every_process() -> None:
     """JAX caches only what process 0 compiles. The other nodes, and on CPUs the other processes, whose programs differ
     slightly, would compile everything at each start, also after a fault, while the first process waits for them."""
     from jax._src import distributed
@@ -111,7 +111,7 @@ def _keep_from_every_process() -> None:
 
     def write_as_first(*arguments: Any) -> None:
         # A full disk must not end the run
-        with contextlib.suppress(OSError), (_kept() / "lock").open("w") as lock:
+        with contextlib.suppress(OSError), (_cache_folder() / "lock").open("w") as lock:
             # Several processes may have compiled the same program, and JAX writes in place
             fcntl.flock(lock, fcntl.LOCK_EX)
             rank, state.process_id = state.process_id, 0

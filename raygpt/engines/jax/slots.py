@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raygpt.engines import base, token_sampling
-from raygpt.engines.base import ALTERNATIVES, Drawn, Rows
+from raygpt.engines.base import ALTERNATIVES, Drawn, SlotInputs
 from raygpt.engines.jax.attention import Attention, Cache
 from raygpt.engines.jax.layers import Array
 from raygpt.engines.jax.reader import JaxReader, ReaderState
@@ -45,7 +45,7 @@ class JaxSlots:
         logits = self._logits(state, hidden)
         return self._pending(logits, self._known(logits, following), True)
 
-    def begin(self, state: ReaderState, slot: int, hidden: Array, last: int, rows: Rows, top: bool) -> "Pending":
+    def begin(self, state: ReaderState, slot: int, hidden: Array, last: int, rows: SlotInputs, top: bool) -> "Pending":
         row = rows.of(slot)
         numbers = self._send(row)
         logits, bias, drawn = self._read_first(state, hidden, last, self._bias, slot, numbers)
@@ -53,7 +53,7 @@ class JaxSlots:
         self._tokens = self._keep_first(self._tokens, drawn, slot)
         return self._pending(logits, drawn, top)
 
-    def step(self, state: ReaderState, rows: Rows, top: bool) -> "Pending":
+    def step(self, state: ReaderState, rows: SlotInputs, top: bool) -> "Pending":
         numbers = self._send(rows)
         logits, new, drawn = self._read_tokens(state, self._caches, self._tokens, self._bias, numbers)
         drawn = self._limit(logits, self._bias, numbers, drawn) if rows.limited.any() else drawn
@@ -69,7 +69,7 @@ class JaxSlots:
         numbers, top = jax.device_get(drawn)
         return Drawn(numbers[0], numbers[1].view(np.float32), *(top or (None, None)))
 
-    def _send(self, rows: Rows) -> Array:
+    def _send(self, rows: SlotInputs) -> Array:
         return jax.device_put(rows.packed(), self.reader.device)
 
     def _pending(self, logits: Array, drawn: Array, top: bool) -> "Pending":
@@ -87,7 +87,7 @@ class JaxSlots:
         def read(
             state: ReaderState, caches: tuple[Cache, ...], tokens: Array, bias: Array, numbers: Array
         ) -> tuple[Array, New, Array]:
-            rows = Rows.unpacked(numbers, jnp.float32)
+            rows = SlotInputs.unpacked(numbers, jnp.float32)
             hidden, new = self._hidden(state, tokens[:, None], rows.positions, caches)
             logits = self._exact(state, hidden[:, 0])
             return logits, new, _packed(logits, token_sampling.draw(logits, bias, rows, jnp))
@@ -122,7 +122,7 @@ class JaxSlots:
         def write(
             caches: tuple[Cache, ...], new: New, tokens: Array, drawn: Array, numbers: Array
         ) -> tuple[tuple[Cache, ...], Array]:
-            rows, pairs = Rows.unpacked(numbers, jnp.float32), zip(caches, new, strict=True)
+            rows, pairs = SlotInputs.unpacked(numbers, jnp.float32), zip(caches, new, strict=True)
             written = tuple(cache.updated(*pair, rows.positions) for cache, pair in pairs)
             return written, jnp.where(rows.live, drawn[0], tokens)
 
@@ -149,7 +149,7 @@ class JaxSlots:
         ) -> tuple[Array, Array, Array]:
             one = lambda array, row: jax.lax.dynamic_slice_in_dim(array, row, 1)  # noqa: E731
             logits, own = self._exact(state, one(hidden, last)), one(bias, slot)
-            drawn = token_sampling.draw(logits, own, Rows.unpacked(numbers, jnp.float32), jnp)
+            drawn = token_sampling.draw(logits, own, SlotInputs.unpacked(numbers, jnp.float32), jnp)
             return logits, own, _packed(logits, drawn)
 
         return jax.jit(read)
@@ -157,7 +157,7 @@ class JaxSlots:
     @cached_property
     def _limit(self) -> Any:
         def limit(logits: Array, bias: Array, numbers: Array, drawn: Array) -> Array:
-            rows = Rows.unpacked(numbers, jnp.float32)
+            rows = SlotInputs.unpacked(numbers, jnp.float32)
             again = token_sampling.draw_limited(logits, bias, rows, jnp, jax.lax.fori_loop)
             return jnp.where(rows.limited, _packed(logits, again, drawn[2].view(jnp.float32)), drawn)
 

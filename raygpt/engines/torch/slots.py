@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from raygpt.engines import base, token_sampling
-from raygpt.engines.base import ALTERNATIVES, Drawn, Rows
+from raygpt.engines.base import ALTERNATIVES, Drawn, SlotInputs
 from raygpt.engines.torch.attention import Attention
 from raygpt.engines.torch.model import GPT
 from raygpt.engines.torch.reader import TorchReader
@@ -31,7 +31,8 @@ class TorchSlots:
         shape = reader.cache_shape(count)
         self._keys, self._values = (torch.zeros(shape, dtype=reader.dtype, device=self.device) for _ in range(2))
         self._tokens = torch.zeros(count, dtype=torch.int32, device=self.device)  # the last of each, read next
-        self._numbers = torch.zeros(len(Rows._fields), count, dtype=torch.int32, device=self.device)  # packed Rows
+        fields = len(SlotInputs._fields)
+        self._numbers = torch.zeros(fields, count, dtype=torch.int32, device=self.device)  # packed SlotInputs
         self._bias = torch.zeros(count, reader.vocab, device=self.device)
         self._logits = torch.zeros(count, reader.vocab, device=self.device)  # of the last step
         self._drawn = torch.zeros(3, count, dtype=torch.int32, device=self.device)  # of the last step, as _packed
@@ -58,21 +59,21 @@ class TorchSlots:
         return _pending(logits, _packed(logits, self._put(following)), True)
 
     @torch.inference_mode()
-    def begin(self, state: GPT, slot: int, hidden: Tensor, last: int, rows: Rows, top: bool) -> "Pending":
+    def begin(self, state: GPT, slot: int, hidden: Tensor, last: int, rows: SlotInputs, top: bool) -> "Pending":
         logits, row = self.reader.logits(state, hidden[last : last + 1]).float(), rows.of(slot)
         draw = token_sampling.draw_limited if row.limited.any() else token_sampling.draw
-        numbers = Rows.unpacked(self._put(row.packed()), torch.float32)
+        numbers = SlotInputs.unpacked(self._put(row.packed()), torch.float32)
         drawn = _packed(logits, draw(logits, self._bias[slot : slot + 1], numbers, torch))
         self._tokens[slot : slot + 1] = drawn[0]
         return _pending(logits, drawn, top)
 
     @torch.inference_mode()
-    def step(self, state: GPT, rows: Rows, top: bool) -> "Pending":
+    def step(self, state: GPT, rows: SlotInputs, top: bool) -> "Pending":
         self._numbers.copy_(torch.from_numpy(rows.packed()), non_blocking=True)
         self._repeat(state, lambda: self._draw(state))
         if rows.limited.any():
             self._repeat(self, self._limit)
-        live = self._numbers[Rows._fields.index("live")] > 0
+        live = self._numbers[SlotInputs._fields.index("live")] > 0
         self._tokens.copy_(torch.where(live, self._drawn[0], self._tokens))
         return _pending(self._logits, self._drawn, top)
 
@@ -96,13 +97,13 @@ class TorchSlots:
 
     def _draw(self, state: GPT) -> None:
         """Read each slot's token at its position, and draw what follows."""
-        rows = Rows.unpacked(self._numbers, torch.float32)
+        rows = SlotInputs.unpacked(self._numbers, torch.float32)
         self._logits.copy_(self._read_tokens(state, rows.positions.long()))
         self._drawn.copy_(_packed(self._logits, token_sampling.draw(self._logits, self._bias, rows, torch)))
 
     def _limit(self) -> None:
         """Draw again in the slots that have a limit."""
-        rows = Rows.unpacked(self._numbers, torch.float32)
+        rows = SlotInputs.unpacked(self._numbers, torch.float32)
         again = _packed(self._logits, token_sampling.draw_limited(self._logits, self._bias, rows, torch))
         self._drawn.copy_(torch.where(rows.limited, again, self._drawn))
 

@@ -98,7 +98,7 @@ def _nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
-def _complaint(error: BaseException) -> str:
+def _installer_error(error: BaseException) -> str:
     """The last line of pip's or another installer's output that is marked as an error, which explains the others."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     marked = [line.partition("ERROR:")[2].strip() for line in lines if line.startswith("ERROR:")]
@@ -108,7 +108,7 @@ def _complaint(error: BaseException) -> str:
 def root_cause(error: BaseException) -> BaseException:
     """The exception that a worker raised, unwrapped from Ray's; prefers a RaygptError to what followed from it."""
     if isinstance(failure := getattr(error, "controller_failure", None), ray.exceptions.RuntimeEnvSetupError):
-        return RaygptError(f"cluster.runtime_env: Ray cannot set it up ({_complaint(failure)}); correct it")
+        return RaygptError(f"cluster.runtime_env: Ray cannot set it up ({_installer_error(failure)}); correct it")
     failures = getattr(error, "worker_failures", {}).values()
     causes: list[BaseException] = [getattr(failure, "cause", None) or failure for failure in failures]
     for cause in causes:

@@ -16,6 +16,7 @@ from raygpt.config import Recipe
 from raygpt.engines import devices_of, engine_of
 from raygpt.engines.base import Engine
 from raygpt.errors import RaygptError, StorageError
+from raygpt.formatting import size
 from raygpt.planning.corpus import Corpus
 from raygpt.planning.forecast import forecast
 from raygpt.planning.micro_batch_size import split_batch
@@ -67,7 +68,7 @@ def make_engine(recipe: Recipe, vocab: int, session: Session) -> Engine:
     module = engine_of(recipe.engine)
     module.set_up(recipe)
     split = split_batch(recipe, vocab, module.find_devices(recipe))
-    session.emit(BatchSplit(str(split)))
+    session.emit(BatchSplit(f"{split}; about {size(split.memory_bytes)} per device"))
     engine: Engine = module.Engine(recipe, vocab, accumulation=session.decide(lambda: split.accumulation))
     return engine
 

@@ -5,13 +5,13 @@ import pytest
 
 from raygpt.corpus.tokenizers import Bytes, Char
 from raygpt.errors import RaygptError
-from raygpt.evaluation import prompts
 from raygpt.inference.sampling import sample
 from raygpt.recipes import load_recipe
 from raygpt.runs import open_run
 from raygpt.runs.records import keep_sample, read_samples
 from raygpt.show import training
 from raygpt.show.page import page
+from raygpt.training import samples
 from raygpt.training.events import Sampled
 
 CONTEXT, VOCAB = 12, 257
@@ -44,14 +44,14 @@ def bytes_of(ids):
 
 def test_each_prompt_is_written_on_from_and_those_of_one_length_in_one_batch():
     model = Counting()
-    texts = prompts.write(model, None, Bytes(), ["abc", "A", "klm", "0"], seed=0)
+    texts = samples.write(model, None, Bytes(), ["abc", "A", "klm", "0"], seed=0)
     assert texts == ["abcdefghijkl", "ABCDEFGHIJKL", "klmnopqrstuv", "0123456789:;"]
     assert model.read == [[b"A", b"0"], [b"abc", b"klm"]]
 
 
 def test_without_prompts_a_document_begins():
     model = Counting()
-    (text,) = prompts.write(model, None, Bytes(), [], seed=0)
+    (text,) = samples.write(model, None, Bytes(), [], seed=0)
     assert model.read == [["a document begins"]]
     assert text == bytes(range(1, CONTEXT)).decode()  # as far as the context reaches
 
@@ -61,7 +61,7 @@ def test_the_same_seed_draws_the_same_text_as_sampling_by_hand():
         def _next(self, ids):
             return np.zeros((len(ids), 128))
 
-    (text,) = prompts.write(Even(), None, Bytes(), ["ab"], seed=5)
+    (text,) = samples.write(Even(), None, Bytes(), ["ab"], seed=5)
     drawn = sample(Even(), None, np.array([[97, 98]], dtype=np.int32), CONTEXT, seed=5)
     assert text == "ab" + bytes(drawn[0].tolist()).decode()
 
@@ -92,7 +92,7 @@ def test_a_recipe_has_one_prompt_or_several_and_none_is_empty():
 )
 def test_a_prompt_that_cannot_be_written_on_from_is_refused_in_one_line(tokenizer, prompt, message):
     with pytest.raises(RaygptError) as caught:
-        prompts.encode(tokenizer, ["a", prompt], CONTEXT)
+        samples.encode(tokenizer, ["a", prompt], CONTEXT)
     assert str(caught.value) == message
 
 
