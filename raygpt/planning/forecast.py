@@ -178,7 +178,8 @@ def forecast(
     if target.is_here and recipe.cluster.accelerator == "cpu" and target.device.platform != "cpu":
         target = Target(this_cpu(), 1)  # the recipe leaves this machine's GPUs alone
     corpus = corpus or look_up(recipe.data, recipe.run.storage, target.is_here)
-    laws = read_laws(recipe.run.storage) if laws is None else laws
+    if laws is None:
+        laws = read_laws(recipe.run.storage) if corpus.is_storage_reached else Laws()
     known = with_steps(recipe, corpus)
     devices = devices or devices_on(known, target)
     split, fits = _split(known, corpus.vocab, devices)

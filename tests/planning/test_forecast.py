@@ -11,11 +11,13 @@ from math import prod
 
 import pytest
 
+from raygpt import storage
 from raygpt.cli import main
 from raygpt.corpus.extents import Extent
 from raygpt.corpus.index import Index
 from raygpt.errors import RaygptError
 from raygpt.planning.forecast import forecast
+from raygpt.planning.loss import read_laws
 from raygpt.planning.search import fastest, helpful_changes, meshes
 from raygpt.planning.step_time import _link, exchange, sent_bytes
 from raygpt.planning.target import parse_target
@@ -197,7 +199,30 @@ def test_a_prepared_corpus_is_found_beside_the_runs(tmp_path):
     got = planned("tiny", "h200", tmp_path)
     assert (got.corpus.vocab, got.corpus.train_tokens, got.corpus.val_tokens) == (4000, 900_000, 50_000)
     assert not got.corpus.assumed
-    assert planned("tiny", "h200", tmp_path, **{"data.tokenizer": "bytes"}).corpus.assumed  # made by another tokenizer
+
+
+def test_a_sweeps_trials_have_the_stores_beside_the_sweep(tmp_path):
+    prepared_store(tmp_path)
+    sweep = tmp_path / "tiny-sweep"
+    sweep.mkdir()
+    (sweep / "trials.json").write_text("{}")
+    assert not planned("tiny", "h200", sweep).corpus.assumed
+
+
+def test_a_plan_is_made_where_the_runs_storage_cannot_be_reached(tmp_path, monkeypatch):
+    def unreached(uri):
+        asked.append(uri)
+        raise RaygptError(f"{uri} cannot be reached")
+
+    asked = []
+    for name in ("exists", "folders"):
+        monkeypatch.setattr(storage, name, unreached)
+    line = "prepared texts and scaling laws in run.storage are left out: s3://b/runs/trials.json cannot be reached"
+    assert line in planned("tiny", "h200", "s3://b/runs").notes
+    assert len(asked) == 1  # each attempt takes seconds
+    assert read_laws("s3://b/runs").unreadable == (
+        "scaling laws in run.storage are left out: s3://b/runs cannot be reached",
+    )
 
 
 def prepared_store(tmp_path):
@@ -207,11 +232,21 @@ def prepared_store(tmp_path):
     folder.mkdir(parents=True)
     Index("f", "stdlib", "t", 4000, 3999, "<u2", 10, 3_000_000, **extents).write(str(folder))
     made = {"limit": None, "column": "text", "val": 0.05, "split": "documents", "split_seed": 2357}
+    made["tokenizer"] = "bpe:4096"
     (folder / "plan.json").write_text(json.dumps(made))
 
 
 @pytest.mark.parametrize(
-    "changes", [{"data.limit": 10}, {"data.val": 0.1}, {"data.split": "tail"}, {"data.split_seed": 1}]
+    "changes",
+    [
+        {"data.limit": 10},
+        {"data.val": 0.1},
+        {"data.split": "tail"},
+        {"data.split_seed": 1},
+        {"data.tokenizer": "bpe:50000"},
+        {"data.tokenizer": "char"},
+        {"data.dedup": "exact"},
+    ],
 )
 def test_a_store_that_was_made_with_other_settings_is_not_the_corpus(tmp_path, changes):
     prepared_store(tmp_path)
