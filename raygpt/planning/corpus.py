@@ -35,7 +35,7 @@ class Corpus:
     def windows(self, context: int) -> int:
         """How many windows it has to train on. Where that is unknown, more than any run takes: runs in epochs are
         refused then."""
-        return window_count(self.train_tokens or 10**12, context)
+        return window_count(10**12 if self.train_tokens is None else self.train_tokens, context)
 
 
 def look_up(data: Data, home: str, is_here: bool) -> Corpus:

@@ -32,6 +32,7 @@ class Forecast:
     """The numbers of a recipe on a target."""
 
     recipe: Recipe  # with every length in steps
+    original: Recipe  # as it was given, with epochs not converted
     target: Target
     corpus: Corpus
     laws: Laws  # beside its runs
@@ -189,9 +190,8 @@ def forecast(
     description = describe(known.model, corpus.vocab)
     tokens = known.steps * known.training.batch_tokens
     loss = laws.expected_loss(known, description.block_parameters, tokens)
-    return Forecast(
-        known, target, corpus, laws, devices, split, fits, seconds, description.count, description.flops_per_token, loss
-    )
+    parameters, flops = description.count, description.flops_per_token
+    return Forecast(known, recipe, target, corpus, laws, devices, split, fits, seconds, parameters, flops, loss)
 
 
 def _split(recipe: Recipe, vocab: int, devices: Devices) -> tuple[Split, bool]:

@@ -34,7 +34,7 @@ class Change:
     def write(self, file: str) -> str:
         """The recipe with these keys, as a file that `raygpt train` takes."""
         about = f"# {self.forecast.recipe.run.name} with {self}, the fastest of its plans on {self.forecast.target}.\n"
-        storage.write_bytes(file, (about + self.forecast.recipe.to_yaml()).encode())
+        storage.write_bytes(file, (about + self.forecast.original.to_yaml()).encode())
         return file
 
 
@@ -128,7 +128,7 @@ def _changed(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe | None:
 
 
 def _change(now: Forecast, keys: Mapping[str, Any], is_same_run: bool = True) -> Change | None:
-    changed = _changed(now.recipe, keys)
+    changed = _changed(now.original, keys)
     try:
         if changed is None:
             return None
@@ -176,8 +176,10 @@ def _engines(now: Forecast) -> Iterator[Change]:
 
 def _batches(now: Forecast) -> Iterator[Change]:
     """Twice the batch in half the steps: fewer updates and exchanges for the same tokens."""
-    training = now.recipe.training
-    keys = {"training.batch_tokens": 2 * training.batch_tokens, "training.steps": max(1, now.recipe.steps // 2)}
+    training = now.original.training
+    keys = {"training.batch_tokens": 2 * training.batch_tokens}
+    if training.steps is not None:
+        keys["training.steps"] = max(1, training.steps // 2)
     yield from _changes(now, iter([keys]), is_same_run=False)
 
 

@@ -156,7 +156,7 @@ def test_a_search_without_a_possible_mesh_is_refused(tmp_path):
     start = planned("tiny", "2xh200", tmp_path, **{"cluster.topology": "4x4", "cluster.accelerator_type": "TPU-V6E"})
     wrong = start.recipe.model_copy(update={"cluster": start.recipe.cluster.model_copy(update={"accelerator": "gpu"})})
     with pytest.raises(RaygptError, match="--find: no mesh of 2 × h200 goes with the other keys of this recipe"):
-        fastest(replace(start, recipe=wrong))
+        fastest(replace(start, original=wrong))
 
 
 def test_a_search_in_which_nothing_fits_is_refused(tmp_path):
@@ -305,6 +305,29 @@ def test_a_search_tries_each_tensor_axis_within_a_node(count, sizes):
 def test_epochs_of_an_unknown_corpus_are_refused(tmp_path):
     with pytest.raises(RaygptError, match=r"training.epochs: 2: its corpus is not prepared.*write training.steps=N"):
         planned("gpt2-124m", "h200", tmp_path, **{"training.epochs": 2, "schedule.warmup_steps": 0})
+
+
+@pytest.mark.parametrize(
+    "changes", [{"training.eval_every": "epoch"}, {"training.steps": None, "training.epochs": 2}, {}]
+)
+def test_a_text_shorter_than_a_window_is_refused(tmp_path, changes):
+    text = tmp_path / "text.txt"
+    text.write_text("ab")
+    with pytest.raises(
+        RaygptError, match=r"^data\.source: has fewer tokens than a window of 129; set model\.context lower"
+    ):
+        planned("tiny", "h200", tmp_path, **{"data.source": str(text), "data.tokenizer": "bytes", **changes})
+
+
+def test_epochs_stay_epochs_in_the_recipe_that_find_writes(tmp_path):
+    lengths = {"training.steps": None, "training.epochs": 2, "training.eval_every": "epoch"}
+    prepared_store(tmp_path)
+    got = planned("tiny", "h200", tmp_path, **lengths)
+    found = load_recipe(fastest(got).write(str(tmp_path / "found.yaml"))).training
+    assert (found.steps, found.epochs, found.eval_every) == (None, 2, "epoch")
+    double = next(change for change in helpful_changes(got) if "training.batch_tokens" in change.keys)
+    assert "training.steps" not in double.keys  # epochs stay what they are
+    assert double.forecast.recipe.steps == pytest.approx(got.recipe.steps / 2, abs=1)
 
 
 def test_a_sweep_in_epochs_of_an_unknown_corpus_is_refused_too(tmp_path, capsys, monkeypatch):

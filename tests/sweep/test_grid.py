@@ -39,7 +39,7 @@ def start(text, tmp_path):
         recipe.write_text(load_recipe("tiny", {**SMALL, "data.source": str(text), **more}).to_yaml())
         axes, overrides = divide(words)
         where = [f"run.storage={tmp_path}", f"run.name={name}"]
-        sweep = plan_sweep(str(recipe), [*overrides, *where], axes, lambda context: 0, is_whole)
+        sweep = plan_sweep(str(recipe), [*overrides, *where], axes, lambda context: 1, is_whole)
         claim(sweep.folder, definition_of(sweep))
         here = Here()
         return sweep, here, make_runner(sweep.folder, here)
