@@ -11,7 +11,7 @@ from raygpt import storage
 from raygpt.config import Recipe
 from raygpt.errors import RaygptError
 from raygpt.planning.forecast import LAUNCHES_S, Forecast, forecast
-from raygpt.planning.target import worker_keys
+from raygpt.planning.target import as_overrides, other_hardware_keys
 
 REMATS = ("none", "products", "blocks")
 LARGEST_TENSOR = 8  # devices: beyond a node its sums cost more than they save
@@ -29,7 +29,7 @@ class Change:
     is_same_run: bool  # whether the losses stay as they are
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in self.keys.items())
+        return as_overrides(self.keys)
 
     def write(self, file: str) -> str:
         """The recipe with these keys, as a file that `raygpt train` takes."""
@@ -60,7 +60,8 @@ def _best(now: Forecast, changes: Sequence[Change]) -> Change | None:
 def fastest(now: Forecast) -> Change:
     """The mesh, recomputation and accumulation with which a recipe is fastest on its target, and the workers that use
     all of it; refuses if none fits."""
-    devices, target, workers = now.devices, now.target, worker_keys(now.recipe.cluster, now.target)
+    devices, target = now.devices, now.target
+    workers = {**now.workers, **other_hardware_keys(now.original.cluster, target)}
     found = [
         change
         for mesh in meshes(now.recipe, devices.count)

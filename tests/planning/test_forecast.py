@@ -153,8 +153,8 @@ def test_any_context_can_be_searched_on_gpus_and_on_the_cores_of_a_cpu(on, tmp_p
 
 
 def test_a_search_without_a_possible_mesh_is_refused(tmp_path):
-    start = planned("tiny", "2xh200", tmp_path, **{"cluster.topology": "4x4", "cluster.accelerator_type": "TPU-V6E"})
-    wrong = start.recipe.model_copy(update={"cluster": start.recipe.cluster.model_copy(update={"accelerator": "gpu"})})
+    start = planned("tiny", "2xh200", tmp_path)
+    wrong = start.recipe.model_copy(update={"engine": "none"})
     with pytest.raises(RaygptError, match="--find: no mesh of 2 × h200 goes with the other keys of this recipe"):
         fastest(replace(start, original=wrong))
 
@@ -272,6 +272,33 @@ def test_more_workers_than_a_target_has_room_for_are_said(tmp_path):
     assert any(line in note for note in planned("gpt2-124m", "2xh100", tmp_path, **{"cluster.workers": 8}).notes)
     assert planned("gpt2-124m", "2xh100", tmp_path, **{"cluster.workers": "2..8"}).missing is None
     assert planned("gpt2-124m", "8xh100", tmp_path, **{"cluster.workers": 8}).missing is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"cluster.accelerator": "cpu"}, "cluster: accelerator cpu is other hardware than 8 × h100; write"),
+        (
+            {"cluster.topology": "4x4", "cluster.accelerator_type": "TPU-V6E"},
+            "cluster: accelerator_type TPU-V6E, topology 4x4 is other hardware than 8 × h100; write "
+            "cluster.accelerator_type=null cluster.topology=null",
+        ),
+    ],
+)
+def test_a_recipe_for_other_hardware_is_said_and_find_writes_one_for_the_target(tmp_path, changes, line):
+    got = planned("tiny", "8xh100", tmp_path, **changes)
+    assert any(line in note for note in got.notes)
+    best = fastest(got)
+    assert not any("other hardware" in note for note in best.forecast.notes)
+    found = load_recipe(best.write(str(tmp_path / "found.yaml"))).cluster
+    assert (found.accelerator in ("auto", "gpu"), found.accelerator_type, found.topology) == (True, None, None)
+
+
+def test_workers_without_a_place_are_refused_before_anything_is_printed(tmp_path, capsys, monkeypatch):
+    words = ["tiny", "--on", "h200", f"run.storage={tmp_path}", "cluster.resources_per_worker={CPU: 0, GPU: 0}"]
+    got = told(capsys, monkeypatch, *words)
+    assert got.out == ""
+    assert "error: cluster.resources_per_worker: with nothing a worker has no place" in got.err
 
 
 def test_every_validation_of_a_run_takes_time(tmp_path):
