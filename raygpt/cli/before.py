@@ -138,15 +138,16 @@ def _plan_sweep(
     corpus = look_up(base.data, base.run.storage, target.is_here)
     with_steps(base, corpus)
     planned = grid.plan_sweep(recipe, overrides, axes, corpus.windows, is_whole=False)
-    seconds = forecast.sweep_seconds(planned, forecast.forecasts(planned, target, corpus), 1)
+    trials = forecast.forecasts(planned, target, corpus)
+    seconds = forecast.sweep_seconds(planned, trials, 1)
     cost = None if price is None else price * target.count * seconds / 3600
     if as_json:
-        print_json({**forecast.as_dict(planned, seconds, cost), "target": str(target), "notes": list(corpus.assumed)})
+        print_json(forecast.as_dict(planned, trials, target, seconds, cost))
         return
     shown.show_plan(
         planned, 1, seconds, f" on {target}" + ("" if cost is None else f", {cost:,.2f} at {price:g} per device-hour")
     )
-    console.show_notes(corpus.assumed)
+    console.show_notes(forecast.notes_of(trials))
 
 
 @app.command(context_settings=UNKNOWN_AS_KEYS)

@@ -133,6 +133,18 @@ def test_several_values_of_a_key_are_planned_as_a_sweep(tmp_path, capsys, monkey
     assert " min on 1 × h200, " in text
 
 
+def test_a_sweeps_plan_says_whether_it_fits_and_what_its_workers_would_leave_idle(tmp_path, capsys, monkeypatch):
+    words = ["modern-1.5b", f"run.storage={tmp_path}", "training.steps=200", "schedule.warmup_steps=0"]
+    words += ["model.layers=2,24", "cluster.mesh.fsdp=1", "cluster.mesh.data=-1", "--on", "8xt4"]
+    got = json.loads(run(capsys, monkeypatch, *words, "--json"))
+    assert not got["fits"]
+    assert re.match(r"layers-24 does not fit: [0-9.]+ GiB of 13\.5 GiB on each device$", got["notes"][0])
+    idle = "cluster.workers: 1 would use 1 of the 8 devices; train with cluster.workers=8"
+    assert got["notes"].count(idle) == 1
+    assert f"note: {idle}" in run(capsys, monkeypatch, *words)
+    assert json.loads(run(capsys, monkeypatch, *words[:-1], "8xh200", "--json"))["fits"]
+
+
 def test_the_fastest_plan_fits_and_no_other_mesh_is_faster(tmp_path):
     start = planned("modern-1.5b", "8xa100-40", tmp_path)
     best = fastest(start)
@@ -443,9 +455,11 @@ def test_the_largest_target_is_searched_within_seconds(tmp_path):
     assert time.monotonic() - began < 1
 
 
-def test_a_plan_imports_neither_an_engine_nor_ray():
+@pytest.mark.parametrize("words", [[], ["optimizer.learning_rate=0.01,0.02"]])
+def test_a_plan_imports_neither_an_engine_nor_ray(words):
+    words = ["plan", "gpt2-124m", "--on", "h200", *words]
     code = (
-        "import sys; from raygpt.cli import app; app(['plan', 'gpt2-124m', '--on', 'h200'], standalone_mode=False);"
+        f"import sys; from raygpt.cli import app; app({words}, standalone_mode=False);"
         "sys.exit(' '.join({'ray', 'jax', 'torch'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
