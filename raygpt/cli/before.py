@@ -8,7 +8,7 @@ from raygpt.cli.app import UNKNOWN_AS_KEYS, Json, app, data_app, print_json
 from raygpt.errors import RaygptError
 
 if TYPE_CHECKING:
-    from raygpt.config import Data
+    from raygpt.config import Data, Recipe
     from raygpt.planning.target import Target
     from raygpt.sweep.values import Axis
 
@@ -98,6 +98,7 @@ def _plan_run(
         best = fastest(found)
         file = best.write(out or f"{loaded.run.name}-found.yaml")
         found = best.forecast
+        _note_left_out(loaded, file)
     changes = helpful_changes(found)
     answer = ask_compiler(found) if compile_ else None
     if svg:
@@ -123,6 +124,15 @@ def _plan_run(
     planning.show_forecast(found, price, changes)
     if answer:
         planning.show_compiled(answer)
+
+
+def _note_left_out(recipe: "Recipe", file: str) -> None:
+    """Say what a recipe's file does not have."""
+    from raygpt.show import console
+
+    if recipe.cluster.runtime_env:
+        path = console.relative_path(file)
+        console.note(f"{path} has no cluster.runtime_env, which may contain secrets; give it again to raygpt train")
 
 
 def _plan_sweep(
@@ -198,6 +208,7 @@ def sweep(
                 shown.show_plan(planned, runs.at_once, seconds_here(planned, known, runs.at_once))
             answer = grid.run_sweep(planned, runs, console.note)
     grid.write_answer(planned, answer)
+    _note_left_out(base, storage.join(planned.folder, grid.BEST))
     page = storage.join(planned.folder, "sweep.html")
     storage.write_bytes(page, sweep_page(planned, answer).encode())
     if as_json:

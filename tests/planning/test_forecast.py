@@ -432,6 +432,15 @@ def test_find_writes_a_recipe_that_loads_and_uses_all_devices(tmp_path, capsys, 
     assert named.is_file()
 
 
+def test_find_says_that_the_workers_environment_is_not_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["tiny", "--on", "h200", "--find", "--out", "found.yaml"]
+    line = "found.yaml has no cluster.runtime_env, which may contain secrets; give it again to raygpt train"
+    assert line in told(capsys, monkeypatch, *words, "cluster.runtime_env={env_vars: {KEY: secret}}").err
+    assert "secret" not in (tmp_path / "found.yaml").read_text()
+    assert "runtime_env" not in told(capsys, monkeypatch, *words).err
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
