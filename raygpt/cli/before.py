@@ -147,7 +147,8 @@ def _plan_sweep(
     base = grid.base_of_sweep(recipe, overrides, axes, console.note)
     corpus = look_up(base.data, base.run.storage, target.is_here)
     with_steps(base, corpus)
-    planned = grid.plan_sweep(recipe, overrides, axes, corpus.windows, is_whole=False)
+    is_whole = base.run.start_from is not None  # as a sweep of such trials has to be
+    planned = grid.plan_sweep(recipe, overrides, axes, corpus.windows, is_whole)
     trials = forecast.forecasts(planned, target, corpus)
     seconds = forecast.sweep_seconds(planned, trials, 1)
     cost = None if price is None else price * target.count * seconds / 3600
@@ -195,6 +196,7 @@ def sweep(
                 raise not_swept(key)
         raise RaygptError("sweep: there is nothing to try; write e.g. optimizer.learning_rate=1e-3,2e-3,4e-3")
     base = grid.base_of_sweep(recipe, overrides, axes, console.note)
+    grid.check_start(base, whole)
     grid.check_trials(recipe, overrides, axes)
     prepared.check(base)
     with launch.on_cluster(base):
@@ -236,14 +238,14 @@ def scaling(
     from raygpt.show.sweep import running
     from raygpt.sweep import scaling as ladders
     from raygpt.sweep.grid import base_of
-    from raygpt.sweep.ladder import check_length
+    from raygpt.sweep.ladder import check_recipe
     from raygpt.sweep.runner import prepare_corpus
     from raygpt.training import prepared
     from raygpt.training.ray import launch
     from raygpt.training.totals import in_steps
 
     base = base_of(recipe, overrides or [], "scaling", console.note)
-    check_length(base)
+    check_recipe(base)
     prepared.check(base)
     with launch.on_cluster(base):
         with data.preparing() as progress:

@@ -114,6 +114,12 @@ def test_a_few_tokens_for_each_parameter_are_not_none(tmp_path, capsys, monkeypa
     assert "2,369.9 a parameter" in " ".join(run(capsys, monkeypatch, *words).split())
 
 
+def test_trials_that_start_from_a_run_are_planned_to_their_end(tmp_path, capsys, monkeypatch):
+    words = ["tiny", "--on", "h200", f"run.storage={tmp_path}", "optimizer.learning_rate=log:0.01..0.08"]
+    assert json.loads(run(capsys, monkeypatch, *words, "--json"))["to_the_end"] == 1
+    assert json.loads(run(capsys, monkeypatch, *words, "run.start_from=before", "--json"))["to_the_end"] == 4
+
+
 def test_several_values_of_a_key_are_planned_as_a_sweep(tmp_path, capsys, monkeypatch):
     words = ["modern-124m", "--on", "h200", "--price", "3", f"run.storage={tmp_path}", "training.steps=200"]
     rates = "optimizer.learning_rate=0.01,0.02,0.04,0.08"
