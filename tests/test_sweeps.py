@@ -21,6 +21,11 @@ import pytest
         ("sweep tiny optimizer.learning_rate=0.01,-1", "optimizer.learning_rate: '-1' should be greater than 0"),
         ("sweep tiny optimizer.learning_rate=log:0..1", "log: needs two numbers above 0, the lower first"),
         ("sweep nowhere.yaml model.dropout=0,0.1", "there is no such file"),
+        (
+            "sweep tiny optimizer.learning_rate=0.01,0.02 run.start_from=before",
+            "run.start_from: the rounds of a sweep begin at step 0; add --whole to train every trial to its end",
+        ),
+        ("scaling tiny training.steps=2000 run.start_from=before", "run.start_from: the models of a ladder have other"),
         ("scaling tiny", "training.steps: 180 are too few for a ladder"),
         ("scaling tiny training.steps=2000 optimizer.rate=1", "unknown key 'optimizer.rate'"),
     ],

@@ -8,7 +8,7 @@ from raygpt.cli.app import UNKNOWN_AS_KEYS, Json, app, data_app, print_json
 from raygpt.errors import RaygptError
 
 if TYPE_CHECKING:
-    from raygpt.config import Data
+    from raygpt.config import Data, Recipe
     from raygpt.planning.target import Target
     from raygpt.sweep.values import Axis
 
@@ -98,6 +98,7 @@ def _plan_run(
         best = fastest(found)
         file = best.write(out or f"{loaded.run.name}-found.yaml")
         found = best.forecast
+        _note_left_out(loaded, file)
     changes = helpful_changes(found)
     answer = ask_compiler(found) if compile_ else None
     if svg:
@@ -125,6 +126,15 @@ def _plan_run(
         planning.show_compiled(answer)
 
 
+def _note_left_out(recipe: "Recipe", file: str) -> None:
+    """Say what a recipe's file does not have."""
+    from raygpt.show import console
+
+    if recipe.cluster.runtime_env:
+        path = console.relative_path(file)
+        console.note(f"{path} has no cluster.runtime_env, which may contain secrets; give it again to raygpt train")
+
+
 def _plan_sweep(
     recipe: str, axes: list["Axis"], overrides: list[str], target: "Target", price: float | None, as_json: bool
 ) -> None:
@@ -137,16 +147,18 @@ def _plan_sweep(
     base = grid.base_of_sweep(recipe, overrides, axes, console.note)
     corpus = look_up(base.data, base.run.storage, target.is_here)
     with_steps(base, corpus)
-    planned = grid.plan_sweep(recipe, overrides, axes, corpus.windows, is_whole=False)
-    seconds = forecast.sweep_seconds(planned, forecast.forecasts(planned, target, corpus), 1)
+    is_whole = base.run.start_from is not None  # as a sweep of such trials has to be
+    planned = grid.plan_sweep(recipe, overrides, axes, corpus.windows, is_whole)
+    trials = forecast.forecasts(planned, target, corpus)
+    seconds = forecast.sweep_seconds(planned, trials, 1)
     cost = None if price is None else price * target.count * seconds / 3600
     if as_json:
-        print_json({**forecast.as_dict(planned, seconds, cost), "target": str(target), "notes": list(corpus.assumed)})
+        print_json(forecast.as_dict(planned, trials, target, seconds, cost))
         return
     shown.show_plan(
         planned, 1, seconds, f" on {target}" + ("" if cost is None else f", {cost:,.2f} at {price:g} per device-hour")
     )
-    console.show_notes(corpus.assumed)
+    console.show_notes(forecast.notes_of(trials))
 
 
 @app.command(context_settings=UNKNOWN_AS_KEYS)
@@ -184,6 +196,7 @@ def sweep(
                 raise not_swept(key)
         raise RaygptError("sweep: there is nothing to try; write e.g. optimizer.learning_rate=1e-3,2e-3,4e-3")
     base = grid.base_of_sweep(recipe, overrides, axes, console.note)
+    grid.check_start(base, whole)
     grid.check_trials(recipe, overrides, axes)
     prepared.check(base)
     with launch.on_cluster(base):
@@ -197,6 +210,7 @@ def sweep(
                 shown.show_plan(planned, runs.at_once, seconds_here(planned, known, runs.at_once))
             answer = grid.run_sweep(planned, runs, console.note)
     grid.write_answer(planned, answer)
+    _note_left_out(base, storage.join(planned.folder, grid.BEST))
     page = storage.join(planned.folder, "sweep.html")
     storage.write_bytes(page, sweep_page(planned, answer).encode())
     if as_json:
@@ -224,14 +238,14 @@ def scaling(
     from raygpt.show.sweep import running
     from raygpt.sweep import scaling as ladders
     from raygpt.sweep.grid import base_of
-    from raygpt.sweep.ladder import check_length
+    from raygpt.sweep.ladder import check_recipe
     from raygpt.sweep.runner import prepare_corpus
     from raygpt.training import prepared
     from raygpt.training.ray import launch
     from raygpt.training.totals import in_steps
 
     base = base_of(recipe, overrides or [], "scaling", console.note)
-    check_length(base)
+    check_recipe(base)
     prepared.check(base)
     with launch.on_cluster(base):
         with data.preparing() as progress:

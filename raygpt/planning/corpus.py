@@ -11,13 +11,15 @@ from raygpt.corpus.index import INDEX, Index
 from raygpt.corpus.mixture import is_prepared, open_prepared
 from raygpt.corpus.order import window_count
 from raygpt.corpus.sources import is_path, resolve
-from raygpt.corpus.store import PLAN, STORES
+from raygpt.corpus.store import PLAN, stores_of
 from raygpt.errors import RaygptError
 
 VOCABULARIES = {"gpt2": 50257, "bytes": 257, "char": 100}  # char: as many as an English text with some foreign letters
 # Bytes of English text that a token stands for, and times that a compression makes a text smaller.
 TOKEN_BYTES = {"gpt2": 4.4, "bytes": 1.0, "char": 1.0, "bpe": 3.5}
 COMPRESSION = {".gz": 2.7, ".xz": 3.6, ".zst": 3.2, "parquet": 1.7}
+
+Store = tuple[Index, Mapping[str, Any]]  # a complete store, with the settings that it was made with
 
 
 @dataclass(frozen=True)
@@ -28,23 +30,29 @@ class Corpus:
     train_tokens: int | None  # None: unknown
     val_tokens: int | None
     assumed: tuple[str, ...] = ()
+    is_storage_reached: bool = True  # run.storage, where stores and scaling laws are
 
     def windows(self, context: int) -> int:
         """How many windows it has to train on. Where that is unknown, more than any run takes: runs in epochs are
         refused then."""
-        return window_count(self.train_tokens or 10**12, context)
+        return window_count(10**12 if self.train_tokens is None else self.train_tokens, context)
 
 
 def look_up(data: Data, home: str, is_here: bool) -> Corpus:
     """The corpus of a recipe whose stores are below `home`; nothing is prepared or downloaded. `is_here`: it will be
     read on this machine."""
     sources = [part.source for part in data.sources]
-    stores, damaged = ([], []) if all(map(_is_tokens, sources)) else _read_stores(home)
+    stores, damaged, is_reached = list[Store](), list[str](), True
+    if not all(map(_is_tokens, sources)):
+        try:
+            stores, damaged = _read_stores(home)
+        except RaygptError as error:  # a plan may be made where the runs' storage cannot be reached
+            damaged, is_reached = [f"prepared texts and scaling laws in run.storage are left out: {error}"], False
     found = [_index(source, data, stores) for source in sources]
     indexes = [index for index in found if index is not None]
     if len(indexes) == len(found):
         tokens = [sum(index.tokens(stream) for index in indexes) for stream in ("train", "val")]
-        return Corpus(max(index.vocab for index in indexes), tokens[0], tokens[1], tuple(damaged))
+        return Corpus(max(index.vocab for index in indexes), tokens[0], tokens[1], tuple(damaged), is_reached)
     vocab, notes = _vocabulary(data.tokenizer), [*damaged, *_not_found(data, is_here)]
     tokens_in = [
         index.tokens("train") + index.tokens("val") if index else _assumed_tokens(part.source, data)
@@ -57,13 +65,13 @@ def look_up(data: Data, home: str, is_here: bool) -> Corpus:
     notes.append(f"{name} is not prepared: a vocabulary of {vocab:,} and {about} are assumed")
     share = data.val if isinstance(data.val, float) else 0.0
     val = int(total * share) if total and share else None
-    return Corpus(vocab, total and total - (val or 0), val, tuple(notes))
+    return Corpus(vocab, total and total - (val or 0), val, tuple(notes), is_reached)
 
 
-def _read_stores(home: str) -> tuple[list[tuple[Index, Mapping[str, Any]]], list[str]]:
-    """The complete stores below `home`, each with the settings that it was made with; and a line for each that cannot
-    be read: it may be another text's, so it is no reason to refuse."""
-    folder, stores, damaged = storage.join(storage.absolute(home), STORES), [], []
+def _read_stores(home: str) -> tuple[list[Store], list[str]]:
+    """The complete stores of the runs in `home`, and a line for each that cannot be read: it may be another text's, so
+    it is no reason to refuse."""
+    folder, stores, damaged = stores_of(storage.absolute(home)), [], []
     for name in sorted(storage.folders(folder)):
         store = storage.join(folder, name)
         if storage.exists(storage.join(store, INDEX)):
@@ -78,12 +86,12 @@ def _is_tokens(source: str) -> bool:
     return is_path(source) and is_prepared(source)
 
 
-def _index(source: str, data: Data, stores: Sequence[tuple[Index, Mapping[str, Any]]]) -> Index | None:
+def _index(source: str, data: Data, stores: Sequence[Store]) -> Index | None:
     """Of the source's tokens, or of the first store that was made from it as the recipe says."""
     if _is_tokens(source):
         return open_prepared(source, data.tokenizer).index
     for index, settings in stores:
-        if index.source == source and _could_be(index.vocab, data.tokenizer) and _has_settings_of(data, settings):
+        if index.source == source and _has_settings_of(data, settings):
             return index
     return None
 
@@ -91,16 +99,10 @@ def _index(source: str, data: Data, stores: Sequence[tuple[Index, Mapping[str, A
 def _has_settings_of(data: Data, made: Mapping[str, Any]) -> bool:
     """Whether a store was made with the recipe's settings, as far as it says. Of several texts only the first has the
     validation text of its own."""
-    asked = {"limit": data.limit, "column": data.column, "split": data.split, "split_seed": data.split_seed}
+    asked = {key: getattr(data, key) for key in ("tokenizer", "limit", "column", "split", "split_seed")}
     held_out = [data.val, 0.0] if isinstance(data.val, str) else [data.val]
-    return all(made.get(key, value) == value for key, value in asked.items()) and made.get("val", data.val) in held_out
-
-
-def _could_be(vocab: int, tokenizer: str) -> bool:
-    """Whether a store with that vocabulary may have been made by a tokenizer: one that is trained may stay smaller."""
-    if trained := re.fullmatch(r"bpe:([0-9]+)", tokenizer):
-        return vocab <= int(trained[1])
-    return tokenizer not in ("gpt2", "bytes") or vocab == VOCABULARIES[tokenizer]
+    is_of_recipe = all(made.get(key, value) == value for key, value in asked.items())
+    return is_of_recipe and made.get("dedup") == data.dedup and made.get("val", data.val) in held_out
 
 
 def _vocabulary(tokenizer: str) -> int:

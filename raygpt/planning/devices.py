@@ -11,11 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from raygpt.errors import RaygptError
+
 GB, GIB, TERA = 10**9, 2**30, 10**12
 Platform = Literal["cpu", "gpu", "tpu"]
 # Of the memory that a maker states, what programs can have: an H200 of 141 GB reports 139.8 GiB, of which JAX takes
 # 92 % (engines/jax/processes.py); CUDA's context is about half a GiB.
 USABLE = {("gpu", "jax"): 0.92, ("gpu", "torch"): 0.99, ("tpu", "jax"): 0.98}
+# TFLOP/s of fp64 products, with tensor cores where there are any for them, by NVIDIA's data sheets.
+FP64 = {"v100": 7.8, "a100-40": 19.5, "a100-80": 19.5, "h100": 67.0, "h200": 67.0}
 
 _SHEET = "NVIDIA's data sheet"
 _TPU_PAGE = "cloud.google.com/tpu/docs, system architecture; network: jax-ml.github.io/scaling-book"
@@ -39,7 +43,16 @@ class Device:
     per_node: int = 8  # devices that share `link`; of a TPU, all of a slice do
 
     def flops(self, precision: str) -> float:
-        return self.fp32 if precision in ("fp32", "fp64") else self.peak
+        if precision != "fp64":
+            return self.fp32 if precision == "fp32" else self.peak
+        if self.platform == "cpu":
+            return self.fp32 / 2
+        if self.name not in FP64:
+            raise RaygptError(
+                f"model.precision: how fast {self.name} computes in fp64 is not known; write fp32, or plan for one of "
+                f"{', '.join(FP64)}"
+            )
+        return FP64[self.name] * TERA
 
     def usable_memory(self, engine: str) -> int:
         """Bytes that an engine can have."""
@@ -125,6 +138,18 @@ def device_of(reported: str) -> Device | None:
 
 def ray_device(name: str) -> Device | None:
     """The device that Ray calls so: H100, A100-40G, TPU-V6E, TPU-V5LITEPOD."""
-    plain = name.lower().removeprefix("tpu-").removesuffix("pod")
-    plain = re.sub(r"-([0-9]+)g$", r"-\1", plain)
+    plain = _without_affixes(name)
     return DEVICES.get(ALIASES.get(plain, plain))
+
+
+def may_be(device: Device, name: str) -> bool:
+    """Whether Ray may call a device so: A100 is one of any memory. A name that is not in the table may be any GPU's."""
+    known = ray_device(name)
+    if known is None:
+        return name.upper().startswith("TPU-") == (device.platform == "tpu")
+    return known.name == device.name or device.name.startswith(f"{_without_affixes(name)}-")
+
+
+def _without_affixes(name: str) -> str:
+    plain = name.lower().removeprefix("tpu-").removesuffix("pod")
+    return re.sub(r"-([0-9]+)g$", r"-\1", plain)

@@ -1,5 +1,6 @@
 """A recipe on a target: whether it fits, how fast it is, how long it takes, what it costs, and which loss comes out."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +15,16 @@ from raygpt.planning.loss import Laws, Loss, read_laws
 from raygpt.planning.memory import Memory, step_memory
 from raygpt.planning.micro_batch_size import Split, split_batch
 from raygpt.planning.step_time import StepTime, step_time
-from raygpt.planning.target import NAME_OTHERS, Target, devices_on, precision_on, this_cpu, worker_keys
+from raygpt.planning.target import (
+    NAME_OTHERS,
+    Target,
+    as_overrides,
+    devices_on,
+    other_hardware_keys,
+    precision_on,
+    this_cpu,
+    worker_keys,
+)
 from raygpt.training.totals import in_steps
 
 START_S = 60.0  # Ray, compiling, the first batch
@@ -33,10 +43,12 @@ class Forecast:
     """The numbers of a recipe on a target."""
 
     recipe: Recipe  # with every length in steps
+    original: Recipe  # as it was given, with epochs not converted
     target: Target
     corpus: Corpus
     laws: Laws  # beside its runs
     devices: Devices
+    workers: Mapping[str, Any]  # the keys of `cluster` with which a run uses the whole target
     split: Split
     fits: bool
     time: StepTime
@@ -94,19 +106,19 @@ class Forecast:
     def unused(self) -> str | None:
         """In one line, how many of the target's devices the recipe's workers would leave idle, and what to write."""
         workers = self.recipe.worker_counts(self.target.device.platform)[-1]
-        keys = worker_keys(self.recipe.cluster, self.target)
-        needed = keys["cluster.workers"]
+        needed = self.workers["cluster.workers"]
         if workers >= needed:
             return None
-        write = " ".join(f"{key}={value}" for key, value in keys.items())
         used = f"{workers * self.target.count // needed} of the {self.target.count} devices"
-        return f"cluster.workers: {self.recipe.cluster.workers} would use {used}; train with {write}"
+        return (
+            f"cluster.workers: {self.recipe.cluster.workers} would use {used}; train with {as_overrides(self.workers)}"
+        )
 
     @property
     def missing(self) -> str | None:
         """In one line, that the recipe needs more workers than the target has room for, and what to write."""
         cluster, platform = self.recipe.cluster, self.target.device.platform
-        room = worker_keys(cluster, self.target)["cluster.workers"]
+        room = self.workers["cluster.workers"]
         if platform == "cpu" or self.recipe.worker_counts(platform)[0] <= room:
             return None
         return (
@@ -120,8 +132,18 @@ class Forecast:
         platform = self.target.device.platform
         hurried = [LAUNCHES] if self.time.total < LAUNCHES_S and platform != "cpu" else []
         shared = [SHARED] if self.recipe.cluster.gpu_share < 1 and platform == "gpu" else []
-        others = [*filter(None, [self.unused, self.missing]), *hurried, *shared]
-        return [*self.corpus.assumed, *others, *self.laws.unreadable]
+        cluster = filter(None, [self.other_hardware, self.unused, self.missing])
+        return [*self.corpus.assumed, *cluster, *hurried, *shared, *self.laws.unreadable]
+
+    @property
+    def other_hardware(self) -> str | None:
+        """In one line, that the recipe asks for other hardware than the target, and what to write."""
+        keys = other_hardware_keys(self.recipe.cluster, self.target)
+        if not keys:
+            return None
+        names = [key.removeprefix("cluster.") for key in keys]
+        asked = ", ".join(f"{name} {getattr(self.recipe.cluster, name)}" for name in names)
+        return f"cluster: {asked} is other hardware than {self.target}; write {as_overrides(keys)}"
 
     def cost(self, price: float) -> float:
         """At so much per device and hour."""
@@ -183,8 +205,10 @@ def forecast(
     if target.is_here and recipe.cluster.accelerator == "cpu" and target.device.platform != "cpu":
         target = Target(this_cpu(), 1)  # the recipe leaves this machine's GPUs alone
     corpus = corpus or look_up(recipe.data, recipe.run.storage, target.is_here)
-    laws = read_laws(recipe.run.storage) if laws is None else laws
+    if laws is None:
+        laws = read_laws(recipe.run.storage) if corpus.is_storage_reached else Laws()
     known = with_steps(recipe, corpus)
+    workers = worker_keys(known.cluster, target)
     devices = devices or devices_on(known, target)
     split, fits = _split(known, corpus.vocab, devices)
     mesh = known.mesh_over(devices.count)
@@ -193,8 +217,9 @@ def forecast(
     description = describe(known.model, corpus.vocab)
     tokens = known.steps * known.training.batch_tokens
     loss = laws.expected_loss(known, description.block_parameters, tokens)
+    parameters, flops = description.count, description.flops_per_token
     return Forecast(
-        known, target, corpus, laws, devices, split, fits, seconds, description.count, description.flops_per_token, loss
+        known, recipe, target, corpus, laws, devices, workers, split, fits, seconds, parameters, flops, loss
     )
 
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from raygpt import storage
 from raygpt.config import Recipe
-from raygpt.errors import first_line
+from raygpt.errors import RaygptError, first_line
 
 SCALING = "scaling.json"
 FORMAT = 3
@@ -132,7 +132,11 @@ class Laws:
 def read_laws(home: str) -> Laws:
     """All laws in the folders of `home`."""
     home, laws, unreadable = storage.absolute(home), [], []
-    for name in sorted(storage.folders(home)):
+    try:
+        names = sorted(storage.folders(home))
+    except RaygptError as error:  # an object store that cannot be reached
+        return Laws(unreadable=(f"scaling laws in run.storage are left out: {error}",))
+    for name in names:
         uri = storage.join(home, name, SCALING)
         try:
             read = json.loads(storage.read_bytes(uri))
@@ -140,6 +144,8 @@ def read_laws(home: str) -> Laws:
                 laws.append((read["family"], _law(read, name)))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             pass
+        except RaygptError as error:
+            unreadable.append(f"left out: {error}")
         except OSError as error:
             unreadable.append(f"{uri} is left out: it cannot be read ({error.strerror or first_line(error)})")
         except (ValueError, LookupError, OverflowError, TypeError):

@@ -11,7 +11,7 @@ from raygpt import storage
 from raygpt.config import Recipe
 from raygpt.errors import RaygptError
 from raygpt.planning.forecast import LAUNCHES_S, Forecast, forecast
-from raygpt.planning.target import worker_keys
+from raygpt.planning.target import as_overrides, other_hardware_keys
 
 REMATS = ("none", "products", "blocks")
 LARGEST_TENSOR = 8  # devices: beyond a node its sums cost more than they save
@@ -29,12 +29,12 @@ class Change:
     is_same_run: bool  # whether the losses stay as they are
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in self.keys.items())
+        return as_overrides(self.keys)
 
     def write(self, file: str) -> str:
         """The recipe with these keys, as a file that `raygpt train` takes."""
         about = f"# {self.forecast.recipe.run.name} with {self}, the fastest of its plans on {self.forecast.target}.\n"
-        storage.write_bytes(file, (about + self.forecast.recipe.to_yaml()).encode())
+        storage.write_bytes(file, (about + self.forecast.original.to_yaml()).encode())
         return file
 
 
@@ -60,7 +60,8 @@ def _best(now: Forecast, changes: Sequence[Change]) -> Change | None:
 def fastest(now: Forecast) -> Change:
     """The mesh, recomputation and accumulation with which a recipe is fastest on its target, and the workers that use
     all of it; refuses if none fits."""
-    devices, target, workers = now.devices, now.target, worker_keys(now.recipe.cluster, now.target)
+    devices, target = now.devices, now.target
+    workers = {**now.workers, **other_hardware_keys(now.original.cluster, target)}
     found = [
         change
         for mesh in meshes(now.recipe, devices.count)
@@ -128,7 +129,7 @@ def _changed(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe | None:
 
 
 def _change(now: Forecast, keys: Mapping[str, Any], is_same_run: bool = True) -> Change | None:
-    changed = _changed(now.recipe, keys)
+    changed = _changed(now.original, keys)
     try:
         if changed is None:
             return None
@@ -176,8 +177,10 @@ def _engines(now: Forecast) -> Iterator[Change]:
 
 def _batches(now: Forecast) -> Iterator[Change]:
     """Twice the batch in half the steps: fewer updates and exchanges for the same tokens."""
-    training = now.recipe.training
-    keys = {"training.batch_tokens": 2 * training.batch_tokens, "training.steps": max(1, now.recipe.steps // 2)}
+    training = now.original.training
+    keys = {"training.batch_tokens": 2 * training.batch_tokens}
+    if training.steps is not None:
+        keys["training.steps"] = max(1, training.steps // 2)
     yield from _changes(now, iter([keys]), is_same_run=False)
 
 

@@ -15,7 +15,7 @@ from raygpt.engines.precision import NUMBER_BYTES, choose_precision
 from raygpt.errors import RaygptError
 from raygpt.host import cores, memory_for_work
 from raygpt.planning.cpu_speed import cpu_speed
-from raygpt.planning.devices import ALIASES, DEVICES, GB, GIB, TERA, Device, device_of, ray_device
+from raygpt.planning.devices import ALIASES, DEVICES, GB, GIB, TERA, Device, device_of, may_be, ray_device
 from raygpt.planning.micro_batch_size import cpu_devices
 from raygpt.resources import resources_of_worker
 
@@ -144,7 +144,8 @@ def _described(target: Target, peak: float | None, memory: float | None, bandwid
 
 def _check_slice(device: Device, topology: list[int], text: str) -> None:
     if device.platform != "tpu":
-        raise RaygptError(f"--on {text}: only TPUs come in slices; write e.g. --on {prod(topology)}x{device.name}")
+        fitting = _in_nodes(device, max(1, prod(topology)))
+        raise RaygptError(f"--on {text}: only TPUs come in slices; write e.g. --on {fitting}")
     wanted = DIMENSIONS.get(device.name, len(topology))
     if len(topology) != wanted:
         raise RaygptError(
@@ -168,9 +169,15 @@ def _nodes(device: Device, numbers: list[int], text: str) -> Target:
     """[8] is one node of 8, [4, 8] four of them."""
     nodes, each = [1, 1, *numbers][-2:]
     if each > device.per_node:
-        fitting = f"{-(-each // device.per_node)}x{device.per_node}x{device.name}"
+        fitting = _in_nodes(device, each)
         raise RaygptError(f"--on {text}: a node has at most {device.per_node} GPUs; write e.g. --on {fitting}")
     return Target(device, nodes * each, nodes, text)
+
+
+def _in_nodes(device: Device, count: int) -> str:
+    """A target with so many GPUs or a few more, in full nodes if one has too few."""
+    nodes = -(-count // device.per_node)
+    return f"{count}x{device.name}" if nodes == 1 else f"{nodes}x{device.per_node}x{device.name}"
 
 
 def worker_keys(cluster: Cluster, target: Target) -> dict[str, Any]:
@@ -182,8 +189,38 @@ def worker_keys(cluster: Cluster, target: Target) -> dict[str, Any]:
         one = Slice(kind, "x".join(map(str, target.sides)))
         workers = target.groups * one.hosts
         return {"cluster.workers": workers, "cluster.accelerator_type": kind, "cluster.topology": one.topology}
-    each = resources_of_worker(cluster, device.platform, ()).get("GPU", 1)
-    return {"cluster.workers": max(1, int(target.count // max(each, 1)))}
+    return {"cluster.workers": target.count // _gpus_of_worker(cluster, target)}
+
+
+def _gpus_of_worker(cluster: Cluster, target: Target) -> int:
+    """Refuses workers that would leave some of a node's GPUs idle, and several with a part of a GPU each."""
+    each, node = resources_of_worker(cluster, target.device.platform, ()).get("GPU", 1), target.count // target.groups
+    if target.device.platform == "cpu" or (target.count == 1 and 0 < each <= 1):
+        return 1
+    if each < 1 or node % each:
+        fitting = max(number for number in range(1, node + 1) if node % number == 0 and number <= max(each, 1))
+        raise RaygptError(
+            f"cluster.resources_per_worker: {target} needs workers with whole GPUs that divide the {node} of a node, "
+            f"not {each:g}; write GPU: {fitting}"
+        )
+    return int(each)
+
+
+def other_hardware_keys(cluster: Cluster, target: Target) -> dict[str, Any]:
+    """The keys with which `cluster` asks for other hardware than the target, and what to write for it."""
+    device, right, keys = target.device, worker_keys(cluster, target), dict[str, Any]()
+    if cluster.accelerator not in ("auto", device.platform):
+        keys["cluster.accelerator"] = device.platform
+    if cluster.accelerator_type and not may_be(device, cluster.accelerator_type):
+        keys["cluster.accelerator_type"] = right.get("cluster.accelerator_type")
+    if cluster.topology and cluster.topology != right.get("cluster.topology"):
+        keys["cluster.topology"] = right.get("cluster.topology")
+    return keys
+
+
+def as_overrides(keys: Mapping[str, Any]) -> str:
+    """Keys as the command line writes them."""
+    return " ".join(f"{key}={'null' if value is None else value}" for key, value in keys.items())
 
 
 def precision_on(recipe: Recipe, target: Target) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from raygpt import storage
 from raygpt.config import Recipe, Run
 from raygpt.corpus import tokenizers
+from raygpt.corpus.store import TRIALS
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.errors import RaygptError, StorageError
 from raygpt.recipes import load_recipe
@@ -121,12 +122,14 @@ def forget_start(folder: str) -> None:
 
 
 def free_name(folder: str) -> str:
-    """The next name for a run beside this one that no run has: tiny-2 for tiny, tiny-3 for tiny-2."""
+    """The next name beside this one that neither a run nor a sweep has: tiny-2 for tiny, tiny-3 for tiny-2."""
     home, _, name = folder.rstrip("/").rpartition("/")
     numbered = re.fullmatch(r"(.+)-([0-9]{1,9})", name)
     stem, after = (numbered[1], int(numbered[2])) if numbered else (name, 1)
     names = (f"{stem}-{number}" for number in itertools.count(after + 1))
-    return next(name for name in names if not storage.exists(storage.join(home, name, RECIPE)))
+    return next(
+        name for name in names if not any(storage.exists(storage.join(home, name, file)) for file in (RECIPE, TRIALS))
+    )
 
 
 def split_step(name: str) -> tuple[str, int | None]:

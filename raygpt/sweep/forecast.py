@@ -10,13 +10,13 @@ from statistics import fmean
 from typing import Any
 
 from raygpt.errors import RaygptError
+from raygpt.formatting import size
 from raygpt.planning.corpus import Corpus
 from raygpt.planning.forecast import Forecast, forecast
 from raygpt.planning.loss import Laws
 from raygpt.planning.target import HERE, Target, parse_target
 from raygpt.resources import resources_of_worker
 from raygpt.sweep.grid import Sweep
-from raygpt.training.ray.scaling import is_our_own
 
 START_S = 15.0  # of a run on a cluster that is up: its workers, compiling, the first batch
 
@@ -29,6 +29,8 @@ def forecasts(sweep: Sweep, target: Target, corpus: Corpus) -> dict[str, Forecas
 def seconds_here(sweep: Sweep, corpus: Corpus, at_once: int) -> float | None:
     """On the machine of this process; None if the sweep runs on a cluster of other nodes, whose speed is not known, or
     cannot be planned: its trials say why."""
+    from raygpt.training.ray.scaling import is_our_own  # here: a plan needs no Ray
+
     if not is_our_own():
         return None
     machine, cluster = parse_target(HERE), sweep.base.cluster
@@ -59,9 +61,23 @@ def _cooling_s(plan: Forecast, step: int, last: int) -> float:
     return (last - step) * plan.time.total + 2 * plan.evaluation_s
 
 
-def as_dict(sweep: Sweep, seconds: float, cost: float | None) -> dict[str, Any]:
+def notes_of(trials: Mapping[str, Forecast]) -> list[str]:
+    """The first trial that does not fit, and the notes of all, each once."""
+    large = [
+        f"{name} does not fit: {size(plan.memory.total)} of {size(plan.devices.memory_bytes)} on each device"
+        for name, plan in trials.items()
+        if not plan.fits
+    ]
+    return list(dict.fromkeys([*large[:1], *(note for plan in trials.values() for note in plan.notes)]))
+
+
+def as_dict(
+    sweep: Sweep, trials: Mapping[str, Forecast], target: Target, seconds: float, cost: float | None
+) -> dict[str, Any]:
     """What a sweep will take, as JSON values."""
     return {
+        "target": str(target),
+        "fits": all(plan.fits for plan in trials.values()),
         "keys": {axis.key: list(axis.values) for axis in sweep.axes},
         "trials": len(sweep.trials),
         "to_the_end": sweep.finalists,
@@ -69,4 +85,5 @@ def as_dict(sweep: Sweep, seconds: float, cost: float | None) -> dict[str, Any]:
         "grid_tokens": sweep.grid_tokens,
         "run_s": seconds,
         "cost": cost,
+        "notes": notes_of(trials),
     }

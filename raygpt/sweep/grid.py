@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from raygpt import storage
-from raygpt.config import Recipe
+from raygpt.config import Recipe, Run
 from raygpt.corpus.store import TRIALS
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
@@ -111,10 +111,25 @@ def plan_sweep(
     for trial in trials:
         recipe = load_recipe(name, [*overrides, *trial.overrides, f"run.name={trial.name}"])
         recipe = in_steps(recipe, windows(recipe.model.context))
-        run = recipe.run.model_copy(update={"storage": folder, **KEPT})
+        run = recipe.run.model_copy(update={"storage": folder, "start_from": _start_of(base.run), **KEPT})
         recipes[trial.name] = recipe.model_copy(update={"run": run})
     rounds = [] if is_whole else rounds_of(list(recipes.values()))
     return Sweep(folder, base, tuple(axes), tuple(trials), recipes, tuple(rounds))
+
+
+def _start_of(run: Run) -> str | None:
+    """The path of the run that `run.start_from` names: a trial would look for the name in the sweep's folder."""
+    name = run.start_from
+    return name if name is None or "/" in name else storage.join(storage.absolute(run.storage), name)
+
+
+def check_start(base: Recipe, is_whole: bool) -> None:
+    """Refuse rounds for trials that start from another run."""
+    if base.run.start_from is not None and not is_whole:
+        raise RaygptError(
+            "run.start_from: the rounds of a sweep begin at step 0; add --whole to train every trial to its end, or "
+            "leave run.start_from out"
+        )
 
 
 def claim(folder: str, definition: Mapping[str, Any]) -> None:

@@ -60,7 +60,7 @@ class _Candidate:
 
 def choose_rungs(recipe: Recipe, vocab: int, share: float) -> list[Rung]:
     """The ladder of a run, for at most this share of its compute; refuses a share that is too small for one."""
-    check_length(recipe)
+    check_recipe(recipe)
     candidates = _candidates(recipe, vocab)
     if len({one.size for one in candidates}) < 3:
         model = recipe.model
@@ -91,8 +91,12 @@ def error_of(rungs: Sequence[Rung], parameters: int, recipe: Recipe) -> float:
     return expected_error([information_of(*size, step) for size in sizes], step)
 
 
-def check_length(recipe: Recipe) -> None:
-    """Refuse a run that is too short for a ladder, if its length is in steps."""
+def check_recipe(recipe: Recipe) -> None:
+    """Refuse a run that no ladder is for: one that starts from another, or is too short, if its length is in steps."""
+    if recipe.run.start_from is not None:
+        raise RaygptError(
+            "run.start_from: the models of a ladder have other sizes than the run, and begin at step 0; leave it out"
+        )
     steps, fewest = recipe.training.steps, 4 * FEWEST_STEPS + 1
     if steps is not None and steps < fewest:
         raise RaygptError(

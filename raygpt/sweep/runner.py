@@ -25,8 +25,6 @@ from raygpt.runs.lock import locked
 from raygpt.training import prepared, resume
 from raygpt.training.events import Event, Warned
 from raygpt.training.prepared import run_folder_of
-from raygpt.training.ray import launch
-from raygpt.training.ray.scaling import choose_workers, for_mesh
 from raygpt.training.stopping import STOP_FILE, STOP_POLL_S, clear_stop_request, stoppable
 
 POLL_S = 0.2
@@ -68,6 +66,8 @@ class Leg:
 
 def _train_on_ray(recipe: Recipe, watch: Callable[[Event], None], until: int | None) -> BaseException | None:
     """As `raygpt train` does it, to a step or to the end."""
+    from raygpt.training.ray import launch  # here: a plan of a sweep needs no Ray
+
     return launch.train(launch.prepare_run(recipe), watch, until=until).error
 
 
@@ -168,6 +168,8 @@ def runner(folder: str, recipe: Recipe, watch: Watch, say: Callable[[Event], Non
 def room_for(recipe: Recipe, say: Callable[[Event], None] = lambda event: None) -> int:
     """How many such runs the cluster has room for at once. A CPU worker computes on all cores of its node: there, one
     run for as many nodes as it has workers."""
+    from raygpt.training.ray.scaling import choose_workers, for_mesh
+
     workers = for_mesh(choose_workers(recipe.cluster, recipe.engine, lambda text: say(Warned(text))), recipe)
     wanted = workers.cluster.max_workers
     if workers.accelerator == "cpu":

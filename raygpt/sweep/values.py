@@ -54,7 +54,7 @@ class Trial:
 
 
 def divide(words: Sequence[str]) -> tuple[list[Axis], list[str]]:
-    """The keys to sweep, and the other overrides."""
+    """The keys to sweep, sorted, as trials are named by them in this order; and the other overrides."""
     axes, overrides = list[Axis](), list[str]()
     for word in words:
         key, _, text = (piece.strip() for piece in word.partition("="))
@@ -68,7 +68,7 @@ def divide(words: Sequence[str]) -> tuple[list[Axis], list[str]]:
     fixed = {word.partition("=")[0].strip() for word in overrides}
     if twice := [axis.key for axis in axes if axis.key in fixed]:
         raise RaygptError(f"{twice[0]}: is given twice, with several values and with one; leave one of the two out")
-    return axes, overrides
+    return sorted(axes, key=lambda axis: axis.key), overrides
 
 
 def trials_of(axes: Sequence[Axis]) -> list[Trial]:

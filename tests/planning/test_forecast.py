@@ -11,11 +11,13 @@ from math import prod
 
 import pytest
 
+from raygpt import storage
 from raygpt.cli import main
 from raygpt.corpus.extents import Extent
 from raygpt.corpus.index import Index
 from raygpt.errors import RaygptError
 from raygpt.planning.forecast import SHARED, forecast
+from raygpt.planning.loss import read_laws
 from raygpt.planning.search import fastest, helpful_changes, meshes
 from raygpt.planning.step_time import _link, exchange, sent_bytes
 from raygpt.planning.target import parse_target
@@ -112,6 +114,12 @@ def test_a_few_tokens_for_each_parameter_are_not_none(tmp_path, capsys, monkeypa
     assert "2,369.9 a parameter" in " ".join(run(capsys, monkeypatch, *words).split())
 
 
+def test_trials_that_start_from_a_run_are_planned_to_their_end(tmp_path, capsys, monkeypatch):
+    words = ["tiny", "--on", "h200", f"run.storage={tmp_path}", "optimizer.learning_rate=log:0.01..0.08"]
+    assert json.loads(run(capsys, monkeypatch, *words, "--json"))["to_the_end"] == 1
+    assert json.loads(run(capsys, monkeypatch, *words, "run.start_from=before", "--json"))["to_the_end"] == 4
+
+
 def test_several_values_of_a_key_are_planned_as_a_sweep(tmp_path, capsys, monkeypatch):
     words = ["modern-124m", "--on", "h200", "--price", "3", f"run.storage={tmp_path}", "training.steps=200"]
     rates = "optimizer.learning_rate=0.01,0.02,0.04,0.08"
@@ -129,6 +137,18 @@ def test_several_values_of_a_key_are_planned_as_a_sweep(tmp_path, capsys, monkey
     text = run(capsys, monkeypatch, *words, rates)
     assert "47.5% of the whole grid's" in text
     assert " min on 1 × h200, " in text
+
+
+def test_a_sweeps_plan_says_whether_it_fits_and_what_its_workers_would_leave_idle(tmp_path, capsys, monkeypatch):
+    words = ["modern-1.5b", f"run.storage={tmp_path}", "training.steps=200", "schedule.warmup_steps=0"]
+    words += ["model.layers=2,24", "cluster.mesh.fsdp=1", "cluster.mesh.data=-1", "--on", "8xt4"]
+    got = json.loads(run(capsys, monkeypatch, *words, "--json"))
+    assert not got["fits"]
+    assert re.match(r"layers-24 does not fit: [0-9.]+ GiB of 13\.5 GiB on each device$", got["notes"][0])
+    idle = "cluster.workers: 1 would use 1 of the 8 devices; train with cluster.workers=8"
+    assert got["notes"].count(idle) == 1
+    assert f"note: {idle}" in run(capsys, monkeypatch, *words)
+    assert json.loads(run(capsys, monkeypatch, *words[:-1], "8xh200", "--json"))["fits"]
 
 
 def test_the_fastest_plan_fits_and_no_other_mesh_is_faster(tmp_path):
@@ -151,10 +171,10 @@ def test_any_context_can_be_searched_on_gpus_and_on_the_cores_of_a_cpu(on, tmp_p
 
 
 def test_a_search_without_a_possible_mesh_is_refused(tmp_path):
-    start = planned("tiny", "2xh200", tmp_path, **{"cluster.topology": "4x4", "cluster.accelerator_type": "TPU-V6E"})
-    wrong = start.recipe.model_copy(update={"cluster": start.recipe.cluster.model_copy(update={"accelerator": "gpu"})})
+    start = planned("tiny", "2xh200", tmp_path)
+    wrong = start.recipe.model_copy(update={"engine": "none"})
     with pytest.raises(RaygptError, match="--find: no mesh of 2 × h200 goes with the other keys of this recipe"):
-        fastest(replace(start, recipe=wrong))
+        fastest(replace(start, original=wrong))
 
 
 def test_a_search_in_which_nothing_fits_is_refused(tmp_path):
@@ -197,7 +217,30 @@ def test_a_prepared_corpus_is_found_beside_the_runs(tmp_path):
     got = planned("tiny", "h200", tmp_path)
     assert (got.corpus.vocab, got.corpus.train_tokens, got.corpus.val_tokens) == (4000, 900_000, 50_000)
     assert not got.corpus.assumed
-    assert planned("tiny", "h200", tmp_path, **{"data.tokenizer": "bytes"}).corpus.assumed  # made by another tokenizer
+
+
+def test_a_sweeps_trials_have_the_stores_beside_the_sweep(tmp_path):
+    prepared_store(tmp_path)
+    sweep = tmp_path / "tiny-sweep"
+    sweep.mkdir()
+    (sweep / "trials.json").write_text("{}")
+    assert not planned("tiny", "h200", sweep).corpus.assumed
+
+
+def test_a_plan_is_made_where_the_runs_storage_cannot_be_reached(tmp_path, monkeypatch):
+    def unreached(uri):
+        asked.append(uri)
+        raise RaygptError(f"{uri} cannot be reached")
+
+    asked = []
+    for name in ("exists", "folders"):
+        monkeypatch.setattr(storage, name, unreached)
+    line = "prepared texts and scaling laws in run.storage are left out: s3://b/runs/trials.json cannot be reached"
+    assert line in planned("tiny", "h200", "s3://b/runs").notes
+    assert len(asked) == 1  # each attempt takes seconds
+    assert read_laws("s3://b/runs").unreadable == (
+        "scaling laws in run.storage are left out: s3://b/runs cannot be reached",
+    )
 
 
 def prepared_store(tmp_path):
@@ -207,11 +250,21 @@ def prepared_store(tmp_path):
     folder.mkdir(parents=True)
     Index("f", "stdlib", "t", 4000, 3999, "<u2", 10, 3_000_000, **extents).write(str(folder))
     made = {"limit": None, "column": "text", "val": 0.05, "split": "documents", "split_seed": 2357}
+    made["tokenizer"] = "bpe:4096"
     (folder / "plan.json").write_text(json.dumps(made))
 
 
 @pytest.mark.parametrize(
-    "changes", [{"data.limit": 10}, {"data.val": 0.1}, {"data.split": "tail"}, {"data.split_seed": 1}]
+    "changes",
+    [
+        {"data.limit": 10},
+        {"data.val": 0.1},
+        {"data.split": "tail"},
+        {"data.split_seed": 1},
+        {"data.tokenizer": "bpe:50000"},
+        {"data.tokenizer": "char"},
+        {"data.dedup": "exact"},
+    ],
 )
 def test_a_store_that_was_made_with_other_settings_is_not_the_corpus(tmp_path, changes):
     prepared_store(tmp_path)
@@ -251,6 +304,33 @@ def test_a_plan_with_a_part_of_a_gpu_says_whose_time_it_is(tmp_path):
     assert part.split.micro_rows < whole.split.micro_rows
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"cluster.accelerator": "cpu"}, "cluster: accelerator cpu is other hardware than 8 × h100; write"),
+        (
+            {"cluster.topology": "4x4", "cluster.accelerator_type": "TPU-V6E"},
+            "cluster: accelerator_type TPU-V6E, topology 4x4 is other hardware than 8 × h100; write "
+            "cluster.accelerator_type=null cluster.topology=null",
+        ),
+    ],
+)
+def test_a_recipe_for_other_hardware_is_said_and_find_writes_one_for_the_target(tmp_path, changes, line):
+    got = planned("tiny", "8xh100", tmp_path, **changes)
+    assert any(line in note for note in got.notes)
+    best = fastest(got)
+    assert not any("other hardware" in note for note in best.forecast.notes)
+    found = load_recipe(best.write(str(tmp_path / "found.yaml"))).cluster
+    assert (found.accelerator in ("auto", "gpu"), found.accelerator_type, found.topology) == (True, None, None)
+
+
+def test_workers_without_a_place_are_refused_before_anything_is_printed(tmp_path, capsys, monkeypatch):
+    words = ["tiny", "--on", "h200", f"run.storage={tmp_path}", "cluster.resources_per_worker={CPU: 0, GPU: 0}"]
+    got = told(capsys, monkeypatch, *words)
+    assert got.out == ""
+    assert "error: cluster.resources_per_worker: with nothing a worker has no place" in got.err
+
+
 def test_every_validation_of_a_run_takes_time(tmp_path):
     got = planned("tiny", "h200", tmp_path, **{"training.steps": 180, "training.eval_every": 100})
     step, each = got.time.total, got.evaluation_s
@@ -282,6 +362,29 @@ def test_a_search_tries_each_tensor_axis_within_a_node(count, sizes):
 def test_epochs_of_an_unknown_corpus_are_refused(tmp_path):
     with pytest.raises(RaygptError, match=r"training.epochs: 2: its corpus is not prepared.*write training.steps=N"):
         planned("gpt2-124m", "h200", tmp_path, **{"training.epochs": 2, "schedule.warmup_steps": 0})
+
+
+@pytest.mark.parametrize(
+    "changes", [{"training.eval_every": "epoch"}, {"training.steps": None, "training.epochs": 2}, {}]
+)
+def test_a_text_shorter_than_a_window_is_refused(tmp_path, changes):
+    text = tmp_path / "text.txt"
+    text.write_text("ab")
+    with pytest.raises(
+        RaygptError, match=r"^data\.source: has fewer tokens than a window of 129; set model\.context lower"
+    ):
+        planned("tiny", "h200", tmp_path, **{"data.source": str(text), "data.tokenizer": "bytes", **changes})
+
+
+def test_epochs_stay_epochs_in_the_recipe_that_find_writes(tmp_path):
+    lengths = {"training.steps": None, "training.epochs": 2, "training.eval_every": "epoch"}
+    prepared_store(tmp_path)
+    got = planned("tiny", "h200", tmp_path, **lengths)
+    found = load_recipe(fastest(got).write(str(tmp_path / "found.yaml"))).training
+    assert (found.steps, found.epochs, found.eval_every) == (None, 2, "epoch")
+    double = next(change for change in helpful_changes(got) if "training.batch_tokens" in change.keys)
+    assert "training.steps" not in double.keys  # epochs stay what they are
+    assert double.forecast.recipe.steps == pytest.approx(got.recipe.steps / 2, abs=1)
 
 
 def test_a_sweep_in_epochs_of_an_unknown_corpus_is_refused_too(tmp_path, capsys, monkeypatch):
@@ -347,6 +450,15 @@ def test_find_writes_a_recipe_that_loads_and_uses_all_devices(tmp_path, capsys, 
     assert named.is_file()
 
 
+def test_find_says_that_the_workers_environment_is_not_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["tiny", "--on", "h200", "--find", "--out", "found.yaml"]
+    line = "found.yaml has no cluster.runtime_env, which may contain secrets; give it again to raygpt train"
+    assert line in told(capsys, monkeypatch, *words, "cluster.runtime_env={env_vars: {KEY: secret}}").err
+    assert "secret" not in (tmp_path / "found.yaml").read_text()
+    assert "runtime_env" not in told(capsys, monkeypatch, *words).err
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -370,9 +482,11 @@ def test_the_largest_target_is_searched_within_seconds(tmp_path):
     assert time.monotonic() - began < 1
 
 
-def test_a_plan_imports_neither_an_engine_nor_ray():
+@pytest.mark.parametrize("words", [[], ["optimizer.learning_rate=0.01,0.02"]])
+def test_a_plan_imports_neither_an_engine_nor_ray(words):
+    words = ["plan", "gpt2-124m", "--on", "h200", *words]
     code = (
-        "import sys; from raygpt.cli import app; app(['plan', 'gpt2-124m', '--on', 'h200'], standalone_mode=False);"
+        f"import sys; from raygpt.cli import app; app({words}, standalone_mode=False);"
         "sys.exit(' '.join({'ray', 'jax', 'torch'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

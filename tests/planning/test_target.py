@@ -8,7 +8,7 @@ from raygpt.errors import RaygptError
 from raygpt.planning import target as module
 from raygpt.planning.cpu_speed import cpu_speed
 from raygpt.planning.devices import DEVICES, GIB
-from raygpt.planning.target import devices_on, parse_target, precision_on, worker_keys
+from raygpt.planning.target import devices_on, other_hardware_keys, parse_target, precision_on, worker_keys
 from raygpt.recipes import load_recipe
 
 
@@ -47,7 +47,8 @@ def test_a_target_is_devices_in_nodes_or_slices(text, device, count, groups):
         ("9" * 5000 + "xh100", "--on 999"),
         ("2*h100", "--on 2*h100: is no target; write e.g. --on 2x8xh100"),
         ("8xcpu", "--on 8xcpu: a CPU is measured, not looked up; write --on here on that machine"),
-        ("h200:4x4", "--on h200:4x4: only TPUs come in slices; write e.g. --on 16xh200"),
+        ("h200:4x4", "--on h200:4x4: only TPUs come in slices; write e.g. --on 2x8xh200"),
+        ("h200:2x2", "--on h200:2x2: only TPUs come in slices; write e.g. --on 4xh200"),
         ("0xh100", "--on 0xh100: has no devices; write e.g. --on 8xh100"),
         ("??", "--on ??: is no target; write e.g. h200, 8xh100, 4x8xa100-80, v6e:4x4 or 2*v5p:4x4x4"),
     ],
@@ -126,6 +127,66 @@ def test_a_worker_has_a_gpu_or_a_host_of_tpus(on, workers, slice_):
 def test_workers_with_two_gpus_are_half_as_many():
     cluster = load_recipe("tiny", {"cluster.resources_per_worker": {"GPU": 2}}).cluster
     assert worker_keys(cluster, parse_target("8xh100")) == {"cluster.workers": 4}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "on", "line"),
+    [
+        (3, "8xh100", "8 × h100 needs workers with whole GPUs that divide the 8 of a node, not 3; write GPU: 2"),
+        (8, "2x4xh100", "8 × h100 in 2 nodes needs workers with whole GPUs that divide the 4 of a node, not 8; write"),
+        (0.5, "8xh100", "8 × h100 needs workers with whole GPUs that divide the 8 of a node, not 0.5; write GPU: 1"),
+        (0, "h100", "1 × h100 needs workers with whole GPUs that divide the 1 of a node, not 0; write GPU: 1"),
+    ],
+)
+def test_gpus_of_a_worker_that_do_not_divide_a_node_are_refused(gpus, on, line):
+    cluster = load_recipe("tiny", {"cluster.resources_per_worker": {"GPU": gpus}}).cluster
+    with pytest.raises(RaygptError, match=f"^cluster.resources_per_worker: {line}"):
+        worker_keys(cluster, parse_target(on))
+
+
+def test_a_run_may_have_a_part_of_one_gpu():
+    cluster = load_recipe("tiny", {"cluster.resources_per_worker": {"GPU": 0.5}}).cluster
+    assert worker_keys(cluster, parse_target("h100")) == {"cluster.workers": 1}
+
+
+@pytest.mark.parametrize(
+    ("asked", "on", "keys"),
+    [
+        ({"accelerator": "cpu"}, "h200", {"accelerator": "gpu"}),
+        ({"accelerator": "gpu"}, "v6e:4x4", {"accelerator": "tpu"}),
+        ({"accelerator_type": "A100"}, "h200", {"accelerator_type": None}),
+        ({"accelerator_type": "A100"}, "a100-40", {}),
+        ({"accelerator_type": "A100-80G"}, "a100-40", {"accelerator_type": None}),
+        ({"accelerator_type": "L40"}, "l40s", {"accelerator_type": None}),
+        ({"accelerator_type": "A-KIND-OF-OUR-OWN"}, "h200", {}),
+        (
+            {"accelerator_type": "TPU-V6E", "topology": "4x4"},
+            "8xh100",
+            {"accelerator_type": None, "topology": None},
+        ),
+        ({"accelerator_type": "TPU-V6E", "topology": "2x4"}, "v6e:4x4", {"topology": "4x4"}),
+        ({"accelerator_type": "TPU-V6E", "topology": "4x4"}, "2*v6e:4x4", {}),
+        ({}, "v6e:4x4", {}),
+    ],
+)
+def test_keys_that_ask_for_other_hardware_are_known_with_what_to_write(asked, on, keys):
+    cluster = load_recipe("tiny", {f"cluster.{key}": value for key, value in asked.items()}).cluster
+    wanted = {f"cluster.{key}": value for key, value in keys.items()}
+    assert other_hardware_keys(cluster, parse_target(on)) == wanted
+
+
+@pytest.mark.parametrize(("name", "tera"), [("v100", 7.8), ("a100-40", 19.5), ("h200", 67)])
+def test_fp64_has_the_makers_rate(name, tera):
+    assert DEVICES[name].flops("fp64") == tera * 1e12
+
+
+@pytest.mark.parametrize("name", ["l4", "v6e"])
+def test_fp64_of_an_unknown_rate_is_refused(name):
+    line = (
+        f"^model.precision: how fast {name} computes in fp64 is not known; write fp32, or plan for one of v100, a100-"
+    )
+    with pytest.raises(RaygptError, match=line):
+        DEVICES[name].flops("fp64")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from raygpt.sweep.grid import (
     write_answer,
 )
 from raygpt.sweep.values import divide
+from raygpt.training.events import StepLogged
 
 RATES = "optimizer.learning_rate=log:0.0025..0.32"
 
@@ -39,7 +40,7 @@ def start(text, tmp_path):
         recipe.write_text(load_recipe("tiny", {**SMALL, "data.source": str(text), **more}).to_yaml())
         axes, overrides = divide(words)
         where = [f"run.storage={tmp_path}", f"run.name={name}"]
-        sweep = plan_sweep(str(recipe), [*overrides, *where], axes, lambda context: 0, is_whole)
+        sweep = plan_sweep(str(recipe), [*overrides, *where], axes, lambda context: 1, is_whole)
         claim(sweep.folder, definition_of(sweep))
         here = Here()
         return sweep, here, make_runner(sweep.folder, here)
@@ -114,6 +115,35 @@ def test_trials_that_were_trained_with_another_recipe_are_refused_though_they_ar
     ):
         run_sweep(sweep, runner, lambda text: None)
     assert here.trained == []
+
+
+def test_the_same_keys_in_another_order_are_the_same_sweep(start):
+    words = ["optimizer.learning_rate=0.01,0.02", "schedule.warmup_steps=0,5"]
+    sweep, _, runner = start(*words, is_whole=True, **{"training.steps": 50})
+    run_sweep(sweep, runner, lambda text: None)
+    sweep, here, runner = start(*reversed(words), is_whole=True, **{"training.steps": 50})
+    run_sweep(sweep, runner, lambda text: None)
+    assert here.trained == []
+
+
+def test_trials_trained_to_their_end_may_start_from_a_run_by_its_name(start, tmp_path):
+    words = ("optimizer.learning_rate=0.01,0.02",)
+    sweep, here, _ = start(*words, is_whole=True, **{"training.steps": 50})
+    before = sweep.recipes["learning_rate-0.01"]
+    run = before.run.model_copy(update={"name": "before", "storage": str(tmp_path)})
+    assert here.train(before.model_copy(update={"run": run}), print, 20) is None
+    logged = []
+    sweep, _, runner = start(*words, "run.start_from=before@20", is_whole=True, name="after")
+    runner.watch = lambda leg, event: logged.append(event.step) if isinstance(event, StepLogged) else None
+    run_sweep(sweep, runner, lambda text: None)
+    assert logged[0] == 30  # every tenth is logged, and the first twenty are those of the run before
+
+
+def test_the_name_that_is_offered_is_no_other_sweeps(start):
+    start(RATES)
+    start(RATES, name="sweep-2")
+    with pytest.raises(RaygptError, match=r"is another sweep .* write run.name=sweep-3"):
+        start("optimizer.learning_rate=1e-3,2e-3,4e-3")
 
 
 def test_another_grid_in_the_same_folder_is_refused(start):

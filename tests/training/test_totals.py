@@ -58,6 +58,19 @@ def test_a_warm_up_that_turns_out_longer_than_the_epochs_is_refused():
     assert str(caught.value) == "schedule.warmup_steps: 20 is more than training.steps 10; write 10 or less"
 
 
+@pytest.mark.parametrize("epochs", [1e9, 1e300, 1e308])
+def test_epochs_of_more_steps_than_engines_count_are_refused(epochs):
+    with pytest.raises(RaygptError) as caught:
+        in_steps(gpt2(**{"training.epochs": epochs, "training.steps": None}), 320)
+    line = f"training.epochs: {epochs:g} of 10 steps are more than 2,147,483,647 steps; write fewer"
+    assert str(caught.value) == line
+
+
+def test_a_corpus_without_a_window_is_refused():
+    with pytest.raises(RaygptError, match=r"^data\.source: has fewer tokens than a window of 1025; set model\.context"):
+        in_steps(gpt2(), 0)
+
+
 def test_every_number_has_a_line_that_people_can_read():
     lines = dict(totals().lines())
     assert lines == {
