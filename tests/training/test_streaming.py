@@ -179,7 +179,7 @@ def test_training_that_ends_first_ends_prepare_which_the_next_run_continues(home
     assert not is_complete(folder)
     assert len(seen) == 1
     with pytest.raises(TransientError, match="training ended first"):  # nobody waits for it any longer
-        GrowingStream(folder)
+        GrowingStream(folder).wait(10**9)
     store = prepare.run(job, folder)
     assert len(store.train) == sum(path.stat().st_size + 1 for path in (home / "texts").iterdir())
 
