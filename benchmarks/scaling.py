@@ -45,7 +45,7 @@ def figures(recipe: str, words: list[str], share: float, jobs: int, came: float 
     base = base_of(recipe, words, "scaling")
     corpus = prepare_corpus(base, lambda progress: None)
     in_full = in_steps(base, corpus.windows(base.model.context))
-    ladder = plan_ladder(in_full, corpus.tokenizer.vocab, share, corpus.bytes_per_token)
+    ladder = plan_ladder(in_full, corpus.tokenizer.vocab, share, corpus.bytes_per_token, corpus.unigram_loss)
     claim_ladder(ladder)
     stopping, train = threading.Event(), in_process.train_in_subprocess
     runs = Runner(ladder.folder, jobs, lambda leg, event: None, lambda: None, stopping, train)

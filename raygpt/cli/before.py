@@ -251,7 +251,9 @@ def scaling(
         with data.preparing() as progress:
             corpus = prepare_corpus(base, progress)
         in_full = in_steps(base, corpus.windows(base.model.context))
-        ladder = ladders.plan_ladder(in_full, corpus.tokenizer.vocab, share, corpus.bytes_per_token)
+        ladder = ladders.plan_ladder(
+            in_full, corpus.tokenizer.vocab, share, corpus.bytes_per_token, corpus.unigram_loss
+        )
         ladders.claim_ladder(ladder)
         with running(ladder.folder, base, as_json) as runs:
             if not as_json:

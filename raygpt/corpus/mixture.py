@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raygpt import storage
 from raygpt.config import Data
@@ -44,10 +46,23 @@ class Mixture:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of text that a token stands for, by the first tokens of the validation text; 0 if there is none."""
-        lengths = np.array(tokenizers.byte_lengths(self.tokenizer))
-        streams = [store.val for store in self.stores if len(store.val)]
-        means = [lengths[stream.windows([0], min(len(stream), SAMPLED_TOKENS))].mean() for stream in streams]
-        return float(np.average(means, weights=[len(stream) for stream in streams])) if streams else 0.0
+        return float(self._val_frequencies @ tokenizers.byte_lengths(self.tokenizer))
+
+    @property
+    def unigram_loss(self) -> float:
+        """The validation loss of a model that only knows how frequent each token is: their entropy."""
+        known = self._val_frequencies[self._val_frequencies > 0]
+        return float(-(known * np.log(known)).sum())
+
+    @cached_property
+    def _val_frequencies(self) -> NDArray[np.float64]:
+        """How often each token is, by the first tokens of each validation text; zeros if there is none."""
+        counts = np.zeros(self.tokenizer.vocab)
+        for stream in (store.val for store in self.stores if len(store.val)):
+            sample = stream.windows([0], min(len(stream), SAMPLED_TOKENS)).ravel()
+            counts += np.bincount(sample, minlength=len(counts)) * (len(stream) / len(sample))
+        total: float = counts.sum()
+        return counts / max(1.0, total)
 
     def windows(self, context: int) -> int:
         """Number of windows of all stores: an epoch."""

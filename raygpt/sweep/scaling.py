@@ -13,12 +13,14 @@ from raygpt import storage
 from raygpt.config import Recipe
 from raygpt.errors import RaygptError
 from raygpt.models import describe
-from raygpt.planning.loss import FORMAT, SCALING, Law, Loss, Measured, family_of
+from raygpt.planning.loss import FEWEST_RUNGS, FORMAT, SCALING, Law, Loss, Measured, family_of
 from raygpt.sweep.grid import KEPT, claim
 from raygpt.sweep.ladder import FAR, Rung, choose_rungs, cost, error_of, share_to_come_near
 from raygpt.sweep.law import Goal, fit_law
 from raygpt.sweep.runner import Leg, Runner
 from raygpt.training.prepared import run_folder_of
+
+EARLY = 0.95  # of the loss of token frequencies: a rung that ends above had hardly begun to learn
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Ladder:
     rungs: tuple[Rung, ...]
     parameters: int  # of the run: N of the law
     bytes_per_token: float  # of the text
+    unigram_loss: float  # of a model that only knows how frequent each of its tokens is
     flops: float  # of the run
     enough: float | None  # share of the run's compute that would come near to it; None if no ladder does
 
@@ -62,7 +65,7 @@ class ScalingAnswer:
     loss: Loss
 
 
-def plan_ladder(recipe: Recipe, vocab: int, share: float, bytes_per_token: float) -> Ladder:
+def plan_ladder(recipe: Recipe, vocab: int, share: float, bytes_per_token: float, unigram_loss: float) -> Ladder:
     """The ladder of a recipe, whose run is named for the ladder; refuses a share of the compute that is too small."""
     if not bytes_per_token:
         raise RaygptError("data.val: holds out no text, so there would be no loss to predict; write e.g. 0.05")
@@ -71,7 +74,14 @@ def plan_ladder(recipe: Recipe, vocab: int, share: float, bytes_per_token: float
     rungs = choose_rungs(recipe, vocab, share)
     enough = share_to_come_near(recipe, vocab)
     return Ladder(
-        run_folder_of(recipe), recipe, tuple(rungs), description.block_parameters, bytes_per_token, flops, enough
+        run_folder_of(recipe),
+        recipe,
+        tuple(rungs),
+        description.block_parameters,
+        bytes_per_token,
+        unigram_loss,
+        flops,
+        enough,
     )
 
 
@@ -87,8 +97,22 @@ def run_ladder(ladder: Ladder, runner: Runner) -> ScalingAnswer:
             "optimizer.learning_rate"
         )
     goal = Goal(ladder.parameters, ladder.tokens, ladder.recipe.training.batch_tokens, ladder.bytes_per_token)
-    law = fit_law(measured, ladder.folder.rsplit("/", 1)[-1], goal)
+    law = fit_law(_without_early(ladder, measured), ladder.folder.rsplit("/", 1)[-1], goal)
     return ScalingAnswer(law, law.predict(ladder.parameters, ladder.tokens))
+
+
+def _without_early(ladder: Ladder, measured: list[Measured]) -> list[Measured]:
+    """Without rungs that had hardly begun to learn: until a model knows more than token frequencies its loss follows no
+    law of size and tokens. Refuses a ladder of which too few are left."""
+    early = [rung for rung in measured if rung.loss > EARLY * ladder.unigram_loss]
+    if len(measured) - len(early) >= FEWEST_RUNGS:
+        return [rung for rung in measured if rung not in early]
+    losses = sorted(rung.loss for rung in early)
+    raise RaygptError(
+        f"{ladder.folder}: {len(early)} of {len(measured)} rungs had hardly begun to learn: they ended at "
+        f"{losses[0]:.2f} to {losses[-1]:.2f}, and token frequencies alone give {ladder.unigram_loss:.2f}; write a "
+        "recipe whose small models learn sooner, e.g. with a higher optimizer.learning_rate or optimizer.kind: muon"
+    )
 
 
 def write_law(ladder: Ladder, answer: ScalingAnswer) -> None:

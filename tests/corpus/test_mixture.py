@@ -93,6 +93,14 @@ def test_bytes_of_a_token_are_those_of_the_validation_text(tmp_path: Path, texts
     assert both.bytes_per_token == pytest.approx(sum(len(text.encode()) for text in documents) / both.val_tokens)
 
 
+def test_what_token_frequencies_alone_give_is_their_entropy(tmp_path: Path, texts: dict[str, str]) -> None:
+    mixture = mixed(tmp_path, texts["first"], tokenizer="bpe:300", val=texts["own"])
+    ids = np.concatenate(list(mixture.stores[0].val.runs()))
+    _, counts = np.unique(ids, return_counts=True)
+    by_hand = -sum(count / len(ids) * np.log(count / len(ids)) for count in counts)
+    assert mixture.unigram_loss == pytest.approx(by_hand)
+
+
 def test_rows_come_from_the_stores_by_their_weights(tmp_path: Path, texts: dict[str, str]) -> None:
     mixture = mixed(tmp_path, texts["first"], texts["second"], val=0.3)
     feed = mixture.feed(context=16, batch_rows=10_000, order="random", seed=0)

@@ -60,15 +60,15 @@ def test_a_share_that_is_too_small_is_refused_with_the_one_that_is_not():
 
 def test_a_ladder_that_is_far_from_its_run_says_with_which_share_it_would_not_be():
     recipe = load_recipe("modern-124m", {"training.steps": 1280})
-    far = plan_ladder(recipe, 50257, 0.1, 4.4)
+    far = plan_ladder(recipe, 50257, 0.1, 4.4, 7.6)
     assert far.is_far
     assert 0.1 < far.enough < 0.25
-    assert not plan_ladder(recipe, 50257, far.enough, 4.4).is_far
+    assert not plan_ladder(recipe, 50257, far.enough, 4.4, 7.6).is_far
 
 
 @pytest.mark.parametrize(("enough", "remedy"), [(0.2, "--share 0.2"), (None, f"no ladder of up to {MOST_RUNGS} runs")])
 def test_the_note_on_a_far_ladder_says_what_would_come_nearer(capsys, enough, remedy):
-    far = plan_ladder(load_recipe("modern-124m", {"training.steps": 1280}), 50257, 0.1, 4.4)
+    far = plan_ladder(load_recipe("modern-124m", {"training.steps": 1280}), 50257, 0.1, 4.4, 7.6)
     show_plan(replace(far, enough=enough), at_once=1)
     assert f"off; {remedy} would come nearer" in capsys.readouterr().err
 

@@ -12,6 +12,7 @@ from raygpt.show.scaling_page import scaling_page
 from raygpt.sweep.scaling import _as_run, claim_ladder, plan_ladder, run_ladder, write_law
 
 VOCAB = 257
+UNIGRAM = 5.0  # a loss that token frequencies alone would give
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def recipe(tmp_path):
 
 
 def test_a_ladder_that_was_killed_goes_on_and_its_law_is_found_beside_the_runs(recipe, tmp_path):
-    ladder = plan_ladder(recipe, VOCAB, 0.3, 1.0)
+    ladder = plan_ladder(recipe, VOCAB, 0.3, 1.0, UNIGRAM)
     claim_ladder(ladder)
     here = Here()
     here.killed_after = 2
@@ -55,13 +56,22 @@ def test_a_ladder_that_was_killed_goes_on_and_its_law_is_found_beside_the_runs(r
     assert "http" not in html
 
 
+def test_rungs_that_have_only_learned_token_frequencies_give_no_law(recipe):
+    rungs = len(plan_ladder(recipe, VOCAB, 0.3, 1.0, UNIGRAM).rungs)
+    ladder = plan_ladder(recipe, VOCAB, 0.3, 1.0, 0.1)
+    with pytest.raises(RaygptError) as refused:
+        run_ladder(ladder, make_runner(ladder.folder, Here()))
+    assert f"ladder: {rungs} of {rungs} rungs had hardly begun to learn: they ended at " in str(refused.value)
+    assert "token frequencies alone give 0.10; write a recipe whose small models learn sooner" in str(refused.value)
+
+
 def test_a_rung_has_none_of_the_tasks_that_the_run_is_evaluated_on(recipe):
     training = recipe.training.model_copy(update={"eval_tasks": ("lambada=FILE",), "eval_items": 10})
-    ladder = plan_ladder(recipe.model_copy(update={"training": training}), VOCAB, 0.3, 1.0)
+    ladder = plan_ladder(recipe.model_copy(update={"training": training}), VOCAB, 0.3, 1.0, UNIGRAM)
     rung = _as_run(ladder.rungs[0], ladder.folder)
     assert (rung.training.eval_tasks, rung.training.eval_items) == ((), None)
 
 
 def test_without_validation_text_there_is_no_ladder(recipe):
     with pytest.raises(RaygptError, match=r"data\.val: holds out no text"):
-        plan_ladder(recipe, VOCAB, 0.3, 0.0)
+        plan_ladder(recipe, VOCAB, 0.3, 0.0, 0.0)
