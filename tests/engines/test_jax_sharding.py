@@ -1,5 +1,6 @@
 """Meshes and the places of arrays on them."""
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,12 +9,13 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
+from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from raygpt.config import Model  # noqa: E402
 from raygpt.engines.jax.engine import JaxEngine  # noqa: E402
 from raygpt.engines.jax.optimizer import make_optimizer  # noqa: E402
-from raygpt.engines.jax.sharding import _arranged, make_mesh, spreading, state_shardings  # noqa: E402
+from raygpt.engines.jax.sharding import _arranged, gather_tables, make_mesh, spreading, state_shardings  # noqa: E402
 from raygpt.errors import RaygptError  # noqa: E402
 from raygpt.models import describe  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
@@ -203,3 +205,23 @@ def test_arrays_put_on_a_mesh_come_back_whole():
     placed = jax.device_put(tree, state_shardings(mesh, shapes()[0], tree))["blocks.query.kernel"]
     np.testing.assert_array_equal(placed, kernel)
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 16, 2, 8)}
+
+
+def test_of_a_gathered_table_each_device_gets_its_shard_of_the_gradient():
+    mesh = make_mesh(sizes(data=1, fsdp=8))
+    description, tree = shapes()
+    places = state_shardings(mesh, description, tree)
+    ids = jax.ShapeDtypeStruct((8, 16), jnp.int32, sharding=NamedSharding(mesh, P("fsdp")))
+
+    def gradients(parameters, ids):
+        def loss(parameters):
+            return jnp.square(jnp.take(gather_tables(mesh, description, parameters)["tokens"], ids, axis=0)).sum()
+
+        return jax.grad(loss)(parameters)["tokens"]
+
+    given = jax.tree.map(
+        lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place), tree, places
+    )
+    compiled = jax.jit(gradients).lower(given, ids).compile()
+    assert compiled.output_shardings.shard_shape((128, 32)) == (128, 4)
+    assert "f32[128,32]" not in " ".join(re.findall(r"= (\S+) all-reduce", compiled.as_text()))

@@ -119,17 +119,24 @@ def constrain_in_turn(mesh: Mesh, specs: Sequence[P], array: jax.Array) -> jax.A
 
 
 def gather_tables(mesh: Mesh, description: Description, parameters: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Parameters with the token tables gathered over fsdp, as lookup and head need them.
+    """Parameters with the token tables gathered over fsdp, as lookup and head need them; each device gets its shard of
+    their gradients.
 
     By default on fsdp × tensor, XLA looks up the shards and sends the whole batch's rows to every device instead.
     """
 
-    def gather(table: jax.Array) -> jax.Array:
-        place = NamedSharding(mesh, _fitting(P("tensor", None), table.shape, mesh))
-        return jax.lax.with_sharding_constraint(table, place)
+    def gather(table: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+        whole, shard = (NamedSharding(mesh, _fitting(P(*spec), table.shape, mesh)) for spec in (("tensor", None), axes))
+        # By itself a constraint holds for the gradient, too: all of it would be summed on every device.
+        gathered = jax.custom_vjp(lambda table: jax.lax.with_sharding_constraint(table, whole))
+        gathered.defvjp(
+            lambda table: (jax.lax.with_sharding_constraint(table, whole), None),
+            lambda _, gradient: (jax.lax.with_sharding_constraint(gradient, shard),),
+        )
+        return gathered(table)
 
-    tables = {p.name for p in description.parameters if "vocabulary" in p.axes}
-    return {name: gather(array) if name in tables else array for name, array in parameters.items()}
+    tables = {p.name: p.mesh_axes for p in description.parameters if "vocabulary" in p.axes}
+    return {name: gather(array, tables[name]) if name in tables else array for name, array in parameters.items()}
 
 
 def _fitting(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
