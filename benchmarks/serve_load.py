@@ -27,7 +27,7 @@ from raygpt.serving.app import Limits, connect, make_app
 from raygpt.serving.completions import parse
 from raygpt.serving.deployment import Replicas, deployed, listen
 from raygpt.serving.model import Options, RunModel
-from raygpt.testing.load import Clients, Told
+from raygpt.testing.load import Answered, Clients
 
 
 def main() -> None:
@@ -120,7 +120,7 @@ async def _watch(memory: dict[int, list[int]]) -> None:
         await asyncio.sleep(30)
 
 
-async def _compare(folder: str, answers: list[Told]) -> int:
+async def _compare(folder: str, answers: list[Answered]) -> int:
     """How many texts differ from those of the same requests alone."""
     wrong = 0
     for step in sorted({told.step for told in answers}):

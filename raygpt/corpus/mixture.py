@@ -16,10 +16,10 @@ from raygpt.corpus.growing import GrowingStore
 from raygpt.corpus.index import INDEX
 from raygpt.corpus.prepare import Background, Job, Watch
 from raygpt.corpus.sources import Source, is_path, resolve
-from raygpt.corpus.store import PLAN, TokenStore, is_complete, open_store
+from raygpt.corpus.store import PLAN, TokenStore, TokenStream, is_complete, open_store
 from raygpt.errors import RaygptError
 
-SAMPLED_TOKENS = 2**16
+VAL_SAMPLE, TRAIN_SAMPLE = 2**16, 2**20  # tokens whose frequencies are counted
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,28 @@ class Mixture:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of text that a token stands for, by the first tokens of the validation text; 0 if there is none."""
-        return float(self._val_frequencies @ tokenizers.byte_lengths(self.tokenizer))
+        return float(self._val_shares @ tokenizers.byte_lengths(self.tokenizer))
 
     @property
     def unigram_loss(self) -> float:
-        """The validation loss of a model that only knows how frequent each token is: their entropy."""
-        known = self._val_frequencies[self._val_frequencies > 0]
-        return float(-(known * np.log(known)).sum())
+        """The validation loss of a model that only knows how frequent each token is in the text to train on."""
+        counts = [self._counts(store.train, TRAIN_SAMPLE) for store in self.stores]
+        known = np.array(self.weights) @ np.array(counts) + 1.0  # no token is impossible
+        return float(-self._val_shares @ np.log(known / known.sum()))
 
     @cached_property
-    def _val_frequencies(self) -> NDArray[np.float64]:
-        """How often each token is, by the first tokens of each validation text; zeros if there is none."""
-        counts = np.zeros(self.tokenizer.vocab)
-        for stream in (store.val for store in self.stores if len(store.val)):
-            sample = stream.windows([0], min(len(stream), SAMPLED_TOKENS)).ravel()
-            counts += np.bincount(sample, minlength=len(counts)) * (len(stream) / len(sample))
-        total: float = counts.sum()
-        return counts / max(1.0, total)
+    def _val_shares(self) -> NDArray[np.float64]:
+        """Each token's share of the validation text, by its first tokens; zeros if there is none."""
+        streams = [store.val for store in self.stores if len(store.val)]
+        counts = [self._counts(stream, VAL_SAMPLE) for stream in streams]
+        shares = [found / found.sum() * len(stream) for found, stream in zip(counts, streams, strict=True)]
+        total: NDArray[np.float64] = np.sum([np.zeros(self.tokenizer.vocab), *shares], axis=0)
+        return np.divide(total, max(1.0, float(total.sum())))
+
+    def _counts(self, stream: TokenStream, most: int) -> NDArray[np.float64]:
+        """How often each token is among the first of a stream."""
+        sample = stream.windows([0], min(len(stream), most)).ravel()
+        return np.bincount(sample, minlength=self.tokenizer.vocab).astype(np.float64)
 
     def windows(self, context: int) -> int:
         """Number of windows of all stores: an epoch."""

@@ -54,22 +54,15 @@ class Encoded(NamedTuple):
 def likelihoods(
     model: ScorableModel, pairs: Sequence[Pair], watch: Watch = lambda done, total: None
 ) -> list[Likelihood]:
-    """The likelihood of each pair, in order."""
-    return score(model, encode(model.tokenizer, pairs, model.reader.context), watch)
-
-
-def score(
-    model: ScorableModel, encoded: Sequence[Encoded], watch: Watch = lambda done, total: None
-) -> list[Likelihood]:
-    """The likelihood of each encoded pair, in order. Computed in the order of lengths, so that there is little
-    padding."""
-    found: list[Likelihood | None] = [None] * len(encoded)
+    """The likelihood of each pair, in order. Computed in the order of lengths, so that there is little padding."""
+    encoded = encode(model.tokenizer, pairs, model.reader.context)
+    found: list[Likelihood | None] = [None] * len(pairs)
     done = 0
     for places in _batches([len(pair.ids) for pair in encoded], model.reader.context):
         for place, likelihood in zip(places, _batch_likelihoods(model, [encoded[n] for n in places]), strict=True):
             found[place] = likelihood
         done += len(places)
-        watch(done, len(encoded))
+        watch(done, len(pairs))
     return [likelihood for likelihood in found if likelihood is not None]
 
 

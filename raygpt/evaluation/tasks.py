@@ -3,19 +3,21 @@
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from raygpt import storage
 from raygpt.corpus.sources import resolve
-from raygpt.corpus.tokenizers import Tokenizer
+from raygpt.corpus.tokenizers import Char, Tokenizer
 from raygpt.errors import RaygptError
-from raygpt.evaluation.continuations import Encoded, Likelihood, Pair, ScorableModel, Watch, encode, score
+from raygpt.evaluation.continuations import Likelihood, Pair, ScorableModel, Watch, encode, likelihoods
 
 Item = dict[str, Any]
 Figures = dict[str, float]
+HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates: JSON can write it, but it is no text
 
 
 class EvalTask(NamedTuple):
@@ -42,7 +44,7 @@ def hellaswag_problem(item: Item) -> str | None:
 
 
 def _are_texts(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, str) for value in values)
+    return all(isinstance(value, str) and not HALF_A_PAIR.search(value) for value in values)
 
 
 def hellaswag_pairs(item: Item) -> list[Pair]:
@@ -82,7 +84,7 @@ def hellaswag_choices(item: Item, found: list[Likelihood]) -> tuple[int, int]:
 def lambada_problem(item: Item) -> str | None:
     """Why an item is invalid; None if it is valid."""
     text = item.get("text")
-    return None if isinstance(text, str) and text.strip() else "text must be a text"
+    return None if _are_texts([text]) and str(text).strip() else "text must be a text"
 
 
 def lambada_pairs(item: Item) -> list[Pair]:
@@ -146,19 +148,26 @@ def item_likelihoods(
     model: ScorableModel, name: str, items: Sequence[Item], watch: Watch = lambda done, total: None
 ) -> list[list[Likelihood]]:
     """The likelihoods of each item's pairs."""
-    flat = iter(score(model, encode_items(model.tokenizer, name, items, model.reader.context), watch))
-    return [[next(flat) for _ in TASKS[name].pairs(item)] for item in items]
+    pairs_by_item = [TASKS[name].pairs(item) for item in items]
+    with _naming(name):
+        flat = iter(likelihoods(model, [pair for pairs in pairs_by_item for pair in pairs], watch))
+    return [[next(flat) for _ in pairs] for pairs in pairs_by_item]
 
 
-def encode_items(tokenizer: Tokenizer, name: str, items: Sequence[Item], context: int) -> list[Encoded]:
-    """The pairs of all items, encoded. Refuses items that the tokenizer cannot encode."""
+def check_characters(tokenizer: Tokenizer, name: str, items: Sequence[Item], context: int) -> None:
+    """Refuse items with characters that a char tokenizer does not have; others can encode any text."""
+    if isinstance(tokenizer, Char):
+        with _naming(name):
+            encode(tokenizer, [pair for item in items for pair in TASKS[name].pairs(item)], context)
+
+
+@contextmanager
+def _naming(task: str) -> Iterator[None]:
+    """Errors of a tokenizer, with the task whose items it cannot encode."""
     try:
-        return encode(tokenizer, [pair for item in items for pair in TASKS[name].pairs(item)], context)
-    except (UnicodeEncodeError, TypeError):  # half of a surrogate pair, by tokenizer
-        reason = "an item is not UTF-8 text"
-    except RaygptError as error:  # a char tokenizer knows its own corpus' characters
-        reason = str(error).partition(";")[0]
-    raise RaygptError(f"{name} cannot be evaluated: {reason}; leave it out")
+        yield
+    except RaygptError as error:
+        raise RaygptError(f"{task} cannot be evaluated: {str(error).partition(';')[0]}; leave it out") from None
 
 
 def read_items(name: str, path: str | None, limit: int | None = None) -> list[Item]:

@@ -40,3 +40,6 @@ def show_answer(ladder: "Ladder", answer: "ScalingAnswer", page: str) -> None:
     ]
     out.print()
     out.print(table_of(rows))
+    if answer.early:
+        names, frequencies = ", ".join(rung.run for rung in answer.early), f"{ladder.unigram_loss:.2f}"
+        note(f"{names} had hardly begun to learn and are left out: token frequencies alone give {frequencies}")

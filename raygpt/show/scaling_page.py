@@ -105,13 +105,8 @@ def log_ticks(left: float, right: float) -> list[chart.Tick]:
 
 
 def _rows(ladder: "Ladder", answer: "ScalingAnswer") -> Iterator[Sequence[str]]:
-    for rung, one in zip(ladder.rungs, answer.law.rungs, strict=True):
+    measured = {one.run: one for one in (*answer.law.rungs, *answer.early)}
+    for one in (measured[rung.name] for rung in ladder.rungs):
         law = answer.law.loss(one.parameters, one.tokens)
-        yield [
-            escape(rung.name),
-            f"{one.parameters:,}",
-            f"{one.tokens:,}",
-            f"{one.loss:.4f}",
-            f"{law:.4f}",
-            f"{one.loss / law - 1:+.2%}",
-        ]
+        compared = ["hardly begun", "left out"] if one in answer.early else [f"{law:.4f}", f"{one.loss / law - 1:+.2%}"]
+        yield [escape(one.run), f"{one.parameters:,}", f"{one.tokens:,}", f"{one.loss:.4f}", *compared]

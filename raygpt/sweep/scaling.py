@@ -63,6 +63,7 @@ class ScalingAnswer:
 
     law: Law
     loss: Loss
+    early: tuple[Measured, ...]  # rungs that had hardly begun to learn, which the law leaves out
 
 
 def plan_ladder(recipe: Recipe, vocab: int, share: float, bytes_per_token: float, unigram_loss: float) -> Ladder:
@@ -97,16 +98,17 @@ def run_ladder(ladder: Ladder, runner: Runner) -> ScalingAnswer:
             "optimizer.learning_rate"
         )
     goal = Goal(ladder.parameters, ladder.tokens, ladder.recipe.training.batch_tokens, ladder.bytes_per_token)
-    law = fit_law(_without_early(ladder, measured), ladder.folder.rsplit("/", 1)[-1], goal)
-    return ScalingAnswer(law, law.predict(ladder.parameters, ladder.tokens))
+    early = _early(ladder, measured)
+    law = fit_law([rung for rung in measured if rung not in early], ladder.folder.rsplit("/", 1)[-1], goal)
+    return ScalingAnswer(law, law.predict(ladder.parameters, ladder.tokens), early)
 
 
-def _without_early(ladder: Ladder, measured: list[Measured]) -> list[Measured]:
-    """Without rungs that had hardly begun to learn: until a model knows more than token frequencies its loss follows no
-    law of size and tokens. Refuses a ladder of which too few are left."""
-    early = [rung for rung in measured if rung.loss > EARLY * ladder.unigram_loss]
+def _early(ladder: Ladder, measured: list[Measured]) -> tuple[Measured, ...]:
+    """Rungs that had hardly begun to learn: until a model knows more than token frequencies its loss follows no law of
+    size and tokens. Refuses a ladder with too few others."""
+    early = tuple(rung for rung in measured if rung.loss > EARLY * ladder.unigram_loss)
     if len(measured) - len(early) >= FEWEST_RUNGS:
-        return [rung for rung in measured if rung not in early]
+        return early
     losses = sorted(rung.loss for rung in early)
     raise RaygptError(
         f"{ladder.folder}: {len(early)} of {len(measured)} rungs had hardly begun to learn: they ended at "
@@ -129,6 +131,7 @@ def as_dict(ladder: Ladder, answer: ScalingAnswer) -> dict[str, Any]:
         "samples": answer.law.samples.tolist(),
         "noise": answer.law.noise,
         "rungs": [asdict(rung) for rung in answer.law.rungs],
+        "early": [asdict(rung) for rung in answer.early],
     }
 
 

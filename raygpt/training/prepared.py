@@ -13,7 +13,7 @@ from raygpt.corpus.store import stores_of
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.engines import require
 from raygpt.errors import RaygptError
-from raygpt.evaluation.tasks import Item, choose, encode_items, read_items
+from raygpt.evaluation.tasks import Item, check_characters, choose, read_items
 from raygpt.runs import checkpoints
 from raygpt.runs.checkpoints import Checkpoint
 from raygpt.testing import faults
@@ -127,6 +127,6 @@ def _check_eval_items(tokenizer: Tokenizer, items: Mapping[str, Sequence[Item]],
     """Refuse items that the tokenizer cannot encode: the workers would find them in their first validation."""
     for name, of_task in items.items():
         try:
-            encode_items(tokenizer, name, of_task, context)
+            check_characters(tokenizer, name, of_task, context)
         except RaygptError as error:
             raise RaygptError(f"training.eval_tasks: {error}") from None

@@ -71,7 +71,7 @@ def test_what_every_process_compiled_is_there_at_the_next_start(start):
 )
 def test_a_worker_takes_its_share_of_a_gpus_memory(resources, own, fraction, monkeypatch):
     cluster = check_part("cluster", {"resources_per_worker": resources})
-    for name in ("use_cores", "keep_compiled"):
+    for name in ("use_cores", "enable_compilation_cache"):
         monkeypatch.setattr(processes, name, lambda *asked: None)
     monkeypatch.setattr("os.environ", dict(own))
     processes.join("", 1, 0, gpus=["0"], cores=1, gpu_share=cluster.gpu_share)

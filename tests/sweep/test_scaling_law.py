@@ -1,5 +1,7 @@
 """A whole ladder of bigram models: real runs, a law, and what `raygpt plan` reads."""
 
+from dataclasses import replace
+
 import pytest
 from here import SMALL, Here, Killed, make_runner, write_text
 
@@ -8,8 +10,9 @@ from raygpt.models import describe
 from raygpt.planning.loss import read_laws
 from raygpt.recipes import load_recipe
 from raygpt.runs import open_run
+from raygpt.show.scaling import show_answer
 from raygpt.show.scaling_page import scaling_page
-from raygpt.sweep.scaling import _as_run, claim_ladder, plan_ladder, run_ladder, write_law
+from raygpt.sweep.scaling import EARLY, _as_run, claim_ladder, plan_ladder, run_ladder, write_law
 
 VOCAB = 257
 UNIGRAM = 5.0  # a loss that token frequencies alone would give
@@ -63,6 +66,19 @@ def test_rungs_that_have_only_learned_token_frequencies_give_no_law(recipe):
         run_ladder(ladder, make_runner(ladder.folder, Here()))
     assert f"ladder: {rungs} of {rungs} rungs had hardly begun to learn: they ended at " in str(refused.value)
     assert "token frequencies alone give 0.10; write a recipe whose small models learn sooner" in str(refused.value)
+
+
+def test_a_rung_that_has_only_learned_token_frequencies_is_left_out(recipe, capsys):
+    ladder = plan_ladder(recipe, VOCAB, 0.5, 1.0, UNIGRAM)
+    losses = [rung.loss for rung in run_ladder(ladder, make_runner(ladder.folder, Here())).law.rungs]
+    ladder = replace(ladder, unigram_loss=sorted(losses)[-2] / EARLY + 1e-6)
+    answer = run_ladder(ladder, make_runner(ladder.folder, Here()))  # which are trained already
+    (early,) = answer.early
+    assert early.loss == max(losses)
+    assert len(answer.law.rungs) == len(losses) - 1
+    assert "hardly begun" in scaling_page(ladder, answer)
+    show_answer(ladder, answer, "scaling.html")
+    assert f"note: {early.run} had hardly begun to learn and are left out" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_rung_has_none_of_the_tasks_that_the_run_is_evaluated_on(recipe):
