@@ -3,13 +3,16 @@
 A line is compared as a whole, after "recipe 'gpt2-tiny': ".
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from test_config import refusal
 
 from raygpt.recipes import load_recipe
 from raygpt.recipes.explain import OTHER_NAMES, keys
+from raygpt.runs import open_run
 
 UNKNOWN_KEYS = [
     ("training.step", "training.steps"),
@@ -325,8 +328,12 @@ BAD_COMBINATIONS = [
     ),
     (
         {"cluster.resources_per_worker": {"GPU": 0.5}, "cluster.workers": "1..2"},
-        "cluster.resources_per_worker: a run whose workers have 0.5 of a GPU can have one worker, not 1..2: two on one "
-        "GPU cannot exchange gradients; write cluster.workers: 1, or leave GPU out",
+        "cluster.resources_per_worker: with 0.5 of a GPU each, two of cluster.workers 1..2 would be on one GPU, where "
+        "they cannot exchange gradients; write cluster.workers: 1, or leave GPU out",
+    ),
+    (
+        {"training.accumulation": 33},
+        "training.accumulation: 33 is more than the 32 rows of a batch; write 32 or less",
     ),
     (
         {"engine": "torch", "cluster.mesh.fsdp": 4, "cluster.workers": "5..7"},
@@ -377,20 +384,12 @@ BAD_COMBINATIONS = [
         "leave GPU out",
     ),
     (
-        {"data.split": "tail", "data.split_seed": 7},
-        "data.split_seed: 7 has no effect with data.split: tail; leave data.split_seed at 2357",
-    ),
-    (
-        {"data.val": "held-out.txt", "data.split_seed": 7},
-        "data.split_seed: 7 has no effect with the validation text 'held-out.txt'; leave data.split_seed at 2357",
-    ),
-    (
         {"model.position": "rope", "model.rope_share": 0.01},
         "model.rope_share: 0.01 of a head of 32 is not one pair to rotate; write 0.0625 or more",
     ),
     (
-        {"training.accumulation": 100},
-        "training.accumulation: 100 is more than the 32 rows of a batch; write 32 or less",
+        {"model.position": "rope", "model.rope_share": 0.0208, "model.head_size": 96},
+        "model.rope_share: 0.0208 of a head of 96 is not one pair to rotate; write 0.0209 or more",
     ),
 ]
 
@@ -398,6 +397,26 @@ BAD_COMBINATIONS = [
 @pytest.mark.parametrize(("overrides", "line"), BAD_COMBINATIONS)
 def test_a_combination_that_cannot_work_is_refused(overrides: dict[str, Any], line: str) -> None:
     assert refusal("gpt2-tiny", overrides) == f"recipe 'gpt2-tiny': {line}"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training.accumulation": 32},
+        {"cluster.resources_per_worker": {"GPU": 0.6}, "cluster.workers": 2},  # each has a GPU of its own
+        {"cluster.resources_per_worker": {"GPU": 0.5}, "cluster.workers": 2, "cluster.placement": "STRICT_SPREAD"},
+        {"cluster.resources_per_worker": {"GPU": 0.5}, "cluster.workers": 1},
+    ],
+)
+def test_micro_batches_of_a_row_and_workers_with_a_gpu_for_each_are_possible(changes: dict[str, Any]) -> None:
+    load_recipe("gpt2-tiny", changes)
+
+
+def test_a_run_of_an_earlier_version_is_read_with_settings_that_are_refused_now(tmp_path: Path) -> None:
+    recipe = load_recipe("gpt2-tiny").to_dict()
+    recipe["training"]["accumulation"] = 33
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert open_run(str(tmp_path)).recipe.training.accumulation == 33
 
 
 def test_wsd_takes_a_decay_share_and_a_mixture_may_be_sequential() -> None:

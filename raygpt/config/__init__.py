@@ -69,15 +69,6 @@ class Recipe(Part):
         return self
 
     @model_validator(mode="after")
-    def _micro_batches_have_rows(self) -> Self:
-        if (self.training.accumulation or 1) > self.rows:
-            raise ValueError(
-                f"training.accumulation: {self.training.accumulation} is more than the {self.rows} rows of a batch; "
-                f"write {self.rows} or less"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _warmup_fits(self) -> Self:
         warmup, steps, most = self.schedule.warmup_steps, self.training.steps, self.longest_warmup
         if steps is None or most is None:
@@ -141,17 +132,6 @@ class Recipe(Part):
         return self
 
     @model_validator(mode="after")
-    def _no_two_workers_share_a_gpu(self) -> Self:
-        cluster = self.cluster
-        if cluster.gpu_share < 1 and cluster.max_workers > 1:
-            raise ValueError(
-                f"cluster.resources_per_worker: a run whose workers have {cluster.gpu_share:g} of a GPU can have one "
-                f"worker, not {cluster.workers}: two on one GPU cannot exchange gradients; write cluster.workers: 1, "
-                "or leave GPU out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _mesh_divides_model(self) -> Self:
         mesh = self.cluster.mesh.sizes()
         if indivisible := self.indivisible(mesh):
@@ -167,6 +147,25 @@ class Recipe(Part):
         except RaygptError as error:
             raise ValueError(str(error)) from None
         return self
+
+    @property
+    def reason_not_to_start(self) -> str | None:
+        """In one line, a setting with which no run should start; None without one. No validator refuses it,
+        because runs of earlier versions have it."""
+        cluster, accumulation = self.cluster, self.training.accumulation
+        if accumulation and accumulation > self.rows:
+            return (
+                f"training.accumulation: {accumulation} is more than the {self.rows} rows of a batch; "
+                f"write {self.rows} or less"
+            )
+        may_share = cluster.gpu_share <= 0.5 and cluster.accelerator != "cpu" and cluster.placement != "STRICT_SPREAD"
+        if may_share and cluster.max_workers > 1:
+            return (
+                f"cluster.resources_per_worker: with {cluster.gpu_share:g} of a GPU each, two of cluster.workers "
+                f"{cluster.workers} would be on one GPU, where they cannot exchange gradients; "
+                "write cluster.workers: 1, or leave GPU out"
+            )
+        return None
 
     def indivisible(self, mesh: Mapping[str, int]) -> tuple[str, str, int] | None:
         """An axis of a mesh that does not divide the model, with the key and its value; None if all do."""

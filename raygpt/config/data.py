@@ -55,7 +55,9 @@ class Data(Part):
     split: Literal["documents", "tail", "huggingface"] = Field(
         "documents", description="How a fraction is held out: by a document's hash, from the end, or as datasets does."
     )
-    split_seed: Integer = Field(2357, ge=0, lt=SEEDS, description="Decides which documents or rows val gets.")
+    split_seed: Integer = Field(
+        2357, ge=0, lt=SEEDS, description="Decides which documents or rows val gets, and where scattered documents go."
+    )
     column: str = Field("text", min_length=1, description="The column of jsonl and parquet with the text.")
     limit: Annotated[Integer, Field(gt=0)] | None = Field(
         None, description="Use only the first rows of each source: lines of text, rows of jsonl and parquet."
@@ -113,14 +115,6 @@ class Data(Part):
                 f"data.split: {self.split} needs a fraction, but data.val is the source {shown(self.val)}; "
                 "write e.g. data.val: 0.05, or data.split: documents"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _seed_decides_something(self) -> Self:
-        seed, default = self.split_seed, Data.model_fields["split_seed"].default
-        if seed != default and (isinstance(self.val, str) or self.split == "tail"):
-            why = "data.split: tail" if self.split == "tail" else f"the validation text {shown(self.val)}"
-            raise ValueError(f"data.split_seed: {seed} has no effect with {why}; leave data.split_seed at {default}")
         return self
 
     @model_validator(mode="after")

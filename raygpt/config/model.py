@@ -1,5 +1,6 @@
 """`model`: what is trained."""
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -159,9 +160,10 @@ class Model(Part):
                 "model.head_size"
             )
         if self.position == "rope" and int(self.rope_share * self.size_of_head // 2) < 1:
+            least = math.ceil(1e4 * 2 / self.size_of_head) / 1e4  # rounded up
             raise ValueError(
                 f"model.rope_share: {self.rope_share:g} of a head of {self.size_of_head} is not one pair to rotate; "
-                f"write {2 / self.size_of_head:g} or more"
+                f"write {least:g} or more"
             )
         if self.value_embeddings * 2 > self.layers:
             raise ValueError(

@@ -51,7 +51,16 @@ def load_recipe(
     if is_shortened and (warmup := _fitting_warmup(values, steps_before, where)) is not None:
         before, values["schedule.warmup_steps"] = values["schedule.warmup_steps"], warmup
         note(f"schedule.warmup_steps: {warmup} instead of {before}, to fit training.steps {values['training.steps']}")
-    return _validate(values, where)
+    recipe = _validate(values, where)
+    if recipe.reason_not_to_start:
+        raise RaygptError(f"{where}: {recipe.reason_not_to_start}")
+    return recipe
+
+
+def read_recipe(path: str) -> Recipe:
+    """The recipe of a run, which an earlier version may have written: with settings that `load_recipe` refuses."""
+    where = f"recipe {path!r}"
+    return _validate(_parse_file(_read(path), where), where)
 
 
 def _fitting_warmup(values: Mapping[str, Any], steps_before: Any, where: str) -> int | None:

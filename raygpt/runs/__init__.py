@@ -19,7 +19,7 @@ from raygpt.corpus import tokenizers
 from raygpt.corpus.store import TRIALS
 from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.errors import RaygptError, StorageError
-from raygpt.recipes import load_recipe
+from raygpt.recipes import read_recipe
 from raygpt.runs import checkpoints, metrics, records
 from raygpt.runs.checkpoints import Checkpoint
 from raygpt.runs.metrics import Line
@@ -47,7 +47,7 @@ class OpenRun:
     @cached_property
     def recipe(self) -> Recipe:
         """The recipe as it was given, with epochs not converted."""
-        return load_recipe(storage.join(self.folder, RECIPE))
+        return read_recipe(storage.join(self.folder, RECIPE))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -19,7 +19,7 @@ from raygpt import storage
 from raygpt.config import Recipe
 from raygpt.corpus import tokenizers
 from raygpt.engines import read_plain_state
-from raygpt.recipes import load_recipe
+from raygpt.recipes import load_recipe, read_recipe
 from raygpt.runs import RECIPE, checkpoints, metrics
 from raygpt.testing.faults import VARIABLE, Strike, from_environment
 from raygpt.training.ray.launch import Result
@@ -109,7 +109,7 @@ def read_state(run_folder: str) -> dict[str, Any]:
     """Parameters and optimizer of a run's last checkpoint."""
     checkpoint = checkpoints.find(run_folder, None)
     facts = checkpoints.facts(checkpoint)
-    model = load_recipe(storage.join(run_folder, RECIPE)).model
+    model = read_recipe(storage.join(run_folder, RECIPE)).model
     with checkpoints.fetched_to_node(checkpoint) as folder:
         state = read_plain_state(facts["engine"], folder, model, tokenizers.load(run_folder).vocab)
     kinds = {"parameters": state.parameters, **state.slots}

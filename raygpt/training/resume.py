@@ -7,7 +7,7 @@ import numpy as np
 from raygpt import storage
 from raygpt.config import May, Model, Recipe, Schedule, keys_with
 from raygpt.errors import RaygptError
-from raygpt.recipes import load_recipe
+from raygpt.recipes import read_recipe
 from raygpt.recipes.explain import flat
 from raygpt.runs import RECIPE, checkpoints, free_name, has_taken_steps, split_step
 from raygpt.runs.checkpoints import Checkpoint
@@ -40,7 +40,7 @@ def changes(run_folder: str, recipe: Recipe) -> str:
     """The keys that make a recipe another run than the one in the folder, with both values; empty if none does."""
     if not _is_begun(run_folder):
         return ""
-    before = _values(load_recipe(storage.join(run_folder, RECIPE)))
+    before = _values(read_recipe(storage.join(run_folder, RECIPE)))
     after = _values(recipe)
     changed = [key for key in after if after[key] != before.get(key) and not key.startswith(FREE)]
     lengthened = [key for key in changed if key in LENGTHS and _is_more(after[key], before[key])]
