@@ -40,14 +40,14 @@ def save(name: str, figures: dict[str, Any]) -> Path:
 def _circumstances() -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *_shown(sys.argv)]),
+        "command": " ".join(["python", *shown(sys.argv)]),
         "hardware": ", ".join([f"{os.cpu_count()} × {_cpu()}", *_gpus()]),
         "python": platform.python_version(),
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
     }
 
 
-def _shown(arguments: list[str]) -> list[str]:
+def shown(arguments: list[str]) -> list[str]:
     """Paths of this machine do not matter to others: the last part is enough, also behind `key=` or `kind:`."""
     return [re.sub(r"^([\w.]+=)?(\w+:)?/.*?([^/]+)$", r"\1\2\3", word) for word in arguments]
 

@@ -85,7 +85,7 @@ def together(words: list[str], runs: dict[str, Any]) -> dict[str, Any]:
     """The figures of one variant, over its seeds."""
     losses = [list(run["val_losses"].values())[-1] for run in runs.values()]
     return {
-        "overrides": words,
+        "overrides": record.shown(words),
         "val_loss": fmean(losses),
         "val_losses": losses,
         "tokens": next(iter(runs.values()))["tokens"],
