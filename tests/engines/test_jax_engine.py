@@ -371,13 +371,16 @@ def test_parameters_and_optimizer_of_an_fsdp_run_are_born_in_shares():
         assert f"f32[{','.join(map(str, leaf.shape))}]" not in compiled, "no device ever holds the whole"
 
 
-def test_no_device_holds_the_whole_batchs_activations_on_fsdp_and_tensor():
-    mesh = MESHES["data=2,fsdp=2,tensor=2"]
-    engine = JaxEngine(recipe(mesh), vocab=1000)  # with a smaller one, rows are cheaper to move than the table
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", *also("fsdp=2,tensor=2,context=2")])
+def test_no_device_holds_more_activations_than_those_of_its_rows(mesh):
+    engine = JaxEngine(recipe(MESHES[mesh]), vocab=1000)  # with a smaller one, rows are cheaper to move than the table
     compiled = engine._step.lower(engine.start(), engine.put(WINDOWS[0])).compile().as_text()
-    assert f"f32[{ROWS // 4},{CONTEXT},32]" in compiled  # a device's rows
-    for rows in (ROWS // 2, ROWS):
-        assert not re.search(rf"f32\[{rows},{CONTEXT},\d+\]", compiled)
+    sizes = {"context": 1, **MESHES[mesh]}
+    rows, time = ROWS // (sizes["data"] * sizes["fsdp"]), CONTEXT // sizes["context"]
+    streams = {tuple(map(int, found)) for found in re.findall(r"f32\[(\d+),(\d+),(?:8|16|32)\]", compiled)}
+    assert (rows, time) in streams
+    larger = {(rows * n, time * m) for n in (1, 2, 4) for m in (1, 2)} - {(rows, time)}
+    assert not streams & larger
 
 
 @pytest.mark.extended

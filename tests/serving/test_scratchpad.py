@@ -175,7 +175,8 @@ def test_a_new_checkpoint_moves_the_curve_and_answers_the_prompt_again(page, loc
 
 def test_an_error_of_the_server_is_told(page):
     page.run(
-        "models.forEach((m) => { m.max_model_len = 9999 });"
+        "loadModels = async () => {};"  # which would take the next line back within a second
+        " models.forEach((m) => { m.max_model_len = 9999 });"
         " options.elements.max_tokens.max = 5000; options.elements.max_tokens.value = 500"
     )
     page.type("x")

@@ -119,19 +119,21 @@ def constrain_in_turn(mesh: Mesh, specs: Sequence[P], array: jax.Array) -> jax.A
 
 
 def gather_tables(mesh: Mesh, description: Description, parameters: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Parameters with the token tables gathered over fsdp, as lookup and head need them; each device gets its shard of
-    their gradients.
+    """Parameters with the token tables gathered over fsdp, as lookup and head need them.
 
     By default on fsdp × tensor, XLA looks up the shards and sends the whole batch's rows to every device instead.
     """
+    is_fsdp_alone = mesh.shape["fsdp"] == mesh.size
 
     def gather(table: jax.Array, axes: Sequence[str | None]) -> jax.Array:
         whole, shard = (NamedSharding(mesh, _fitting(P(*spec), table.shape, mesh)) for spec in (("tensor", None), axes))
-        # By itself a constraint holds for the gradient, too: all of it would be summed on every device.
+        # The constraint holds for the gradient, too: all of it is summed on every device. Along fsdp alone each gets
+        # only its columns; with other axes XLA would gather the whole batch's rows for that.
+        of_gradient = shard if is_fsdp_alone else whole
         gathered = jax.custom_vjp(lambda table: jax.lax.with_sharding_constraint(table, whole))
         gathered.defvjp(
             lambda table: (jax.lax.with_sharding_constraint(table, whole), None),
-            lambda _, gradient: (jax.lax.with_sharding_constraint(gradient, shard),),
+            lambda _, gradient: (jax.lax.with_sharding_constraint(gradient, of_gradient),),
         )
         return gathered(table)
 
