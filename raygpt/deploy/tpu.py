@@ -16,6 +16,8 @@ GKE_NAMES = {
 }
 SMALL_HOSTS = {"TPU-V5LITEPOD", "TPU-V6E"}  # have hosts of 1, 4 or 8 chips for slices of one host; the others have 4
 ONE_HOST = {"1x1": 1, "2x2": 4, "2x4": 8}
+FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # all slices of v5e and v6e
+SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # of v4, v5p and later; the sides of larger ones are multiples of 4
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,15 @@ def slice_of(accelerator_type: str | None, topology: str | None) -> Slice:
     example = "4x4" if dimensions == 2 else "2x2x4"
     if not re.fullmatch("x".join([r"[1-9]\d*"] * dimensions), str(topology)):
         raise RaygptError(f"cluster.topology: {topology} is no slice of {name}; write e.g. cluster.topology: {example}")
-    found = Slice(name, str(topology))
-    if found.chips % found.chips_per_host:
-        raise RaygptError(
-            f"cluster.topology: {topology} has {found.chips} chips, and hosts of {name} have {found.chips_per_host}; "
-            f"write e.g. cluster.topology: {example}"
-        )
-    return found
+    if not _exists(str(topology), dimensions):
+        kinds = ", ".join(FLAT if dimensions == 2 else SMALL_CUBES)
+        more = "" if dimensions == 2 else " or sides that are multiples of 4, the longest last"
+        raise RaygptError(f"cluster.topology: there is no slice {topology} of {name}; write {kinds}{more}")
+    return Slice(name, str(topology))
+
+
+def _exists(topology: str, dimensions: int) -> bool:
+    if dimensions == 2 or topology in SMALL_CUBES:
+        return topology in (FLAT if dimensions == 2 else SMALL_CUBES)
+    sides = [int(side) for side in topology.split("x")]
+    return sides == sorted(sides) and all(side % 4 == 0 for side in sides)

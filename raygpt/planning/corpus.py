@@ -12,11 +12,13 @@ from raygpt.corpus.mixture import is_prepared, open_prepared
 from raygpt.corpus.order import window_count
 from raygpt.corpus.sources import is_path, resolve
 from raygpt.corpus.store import PLAN, stores_of
+from raygpt.corpus.tokenizers import ready_made
 from raygpt.errors import RaygptError
 
 VOCABULARIES = {"gpt2": 50257, "bytes": 257, "char": 100}  # char: as many as an English text with some foreign letters
 # Bytes of English text that a token stands for, and times that a compression makes a text smaller.
 TOKEN_BYTES = {"gpt2": 4.4, "bytes": 1.0, "char": 1.0, "bpe": 3.5}
+DATASET_BYTES = {"openwebtext": 39.8e9}  # 9,035,582,198 and 4,434,897 tokens, as nanoGPT counts them
 COMPRESSION = {".gz": 2.7, ".xz": 3.6, ".zst": 3.2, "parquet": 1.7}
 
 Store = tuple[Index, Mapping[str, Any]]  # a complete store, with the settings that it was made with
@@ -53,7 +55,8 @@ def look_up(data: Data, home: str, is_here: bool) -> Corpus:
     if len(indexes) == len(found):
         tokens = [sum(index.tokens(stream) for index in indexes) for stream in ("train", "val")]
         return Corpus(max(index.vocab for index in indexes), tokens[0], tokens[1], tuple(damaged), is_reached)
-    vocab, notes = _vocabulary(data.tokenizer), [*damaged, *_not_found(data, is_here)]
+    notes = [*damaged, *_not_found(data, is_here)]
+    vocab = _vocabulary(data.tokenizer, is_here, notes)
     tokens_in = [
         index.tokens("train") + index.tokens("val") if index else _assumed_tokens(part.source, data)
         for index, part in zip(found, data.sources, strict=True)
@@ -105,9 +108,21 @@ def _has_settings_of(data: Data, made: Mapping[str, Any]) -> bool:
     return is_of_recipe and made.get("dedup") == data.dedup and made.get("val", data.val) in held_out
 
 
-def _vocabulary(tokenizer: str) -> int:
-    trained = re.fullmatch(r"bpe:([0-9]+)", tokenizer)
-    return int(trained[1]) if trained else VOCABULARIES.get(tokenizer, VOCABULARIES["gpt2"])
+def _vocabulary(tokenizer: str, is_here: bool, notes: list[str]) -> int:
+    """Of a tokenizer that is yet to be trained, as many as it may have; of a saved one its own. One that a run would
+    not find either is refused, as for texts in `_not_found`."""
+    if trained := re.fullmatch(r"bpe:([0-9]+)", tokenizer):
+        return int(trained[1])
+    if tokenizer in VOCABULARIES:
+        return VOCABULARIES[tokenizer]
+    try:
+        saved = ready_made(tokenizer)
+        return saved.vocab if saved else VOCABULARIES["gpt2"]
+    except RaygptError:
+        if is_here or not (tokenizer.startswith("/") or storage.is_remote(tokenizer)):
+            raise
+    notes.append(f"{tokenizer} cannot be read on this machine; the nodes that train have to")
+    return VOCABULARIES["gpt2"]
 
 
 def _not_found(data: Data, is_here: bool) -> list[str]:
@@ -127,12 +142,17 @@ def _not_found(data: Data, is_here: bool) -> list[str]:
 
 
 def _assumed_tokens(source: str, data: Data) -> int | None:
-    """By the size of local files; None for a dataset that would have to be asked for."""
-    if data.limit or not (is_path(source) or source == "stdlib"):
+    """By the size of local files or of a known dataset; None for one that would have to be asked for."""
+    if data.limit or not (is_path(source) or source == "stdlib" or source in DATASET_BYTES):
         return None
     try:
-        files = resolve(source, data.column, digests=False).files
+        size = DATASET_BYTES.get(source) or _text_bytes(source, data.column)
     except RaygptError:
         return None
-    size = sum(file.size * COMPRESSION.get(file.compression or file.format, 1.0) for file in files)
     return int(size / TOKEN_BYTES.get(data.tokenizer.partition(":")[0], TOKEN_BYTES["gpt2"]))
+
+
+def _text_bytes(source: str, column: str) -> float:
+    """About, of local files, decompressed."""
+    files = resolve(source, column, digests=False).files
+    return sum(file.size * COMPRESSION.get(file.compression or file.format, 1.0) for file in files)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 from raygpt.config import Recipe
@@ -13,7 +14,7 @@ from raygpt.models import Description, describe
 from raygpt.planning.corpus import Corpus, look_up
 from raygpt.planning.loss import Laws, Loss, read_laws
 from raygpt.planning.memory import Memory, step_memory
-from raygpt.planning.micro_batch_size import Split, split_batch
+from raygpt.planning.micro_batch_size import Split, rows_of_group, split_batch, split_into
 from raygpt.planning.step_time import StepTime, step_time
 from raygpt.planning.target import (
     NAME_OTHERS,
@@ -34,6 +35,9 @@ LAUNCHES = (
     "a step of less than 1 ms takes longer than planned: the time to launch its kernels is not counted, and decides; "
     "measure it, on one device first"
 )
+HUGGINGFACE = (
+    "model.implementation: huggingface is planned as raygpt's own model; transformers' takes longer and more memory"
+)
 SHARED = "the memory is the recipe's part of the GPU; the time is that of a run beside which no other uses the GPU"
 EVALUATED = 1 / 3  # of a step's time per token: a forward pass
 
@@ -48,7 +52,6 @@ class Forecast:
     corpus: Corpus
     laws: Laws  # beside its runs
     devices: Devices
-    workers: Mapping[str, Any]  # the keys of `cluster` with which a run uses the whole target
     split: Split
     fits: bool
     time: StepTime
@@ -60,6 +63,11 @@ class Forecast:
     def description(self) -> Description:
         """Of the model, with the table padded as the engines have it."""
         return describe(self.recipe.model, padded_vocab(self.corpus.vocab))
+
+    @cached_property
+    def workers(self) -> Mapping[str, Any]:
+        """The keys of `cluster` with which a run uses the whole target."""
+        return worker_keys(self.recipe.cluster, self.target)
 
     @property
     def memory(self) -> Memory:
@@ -78,8 +86,10 @@ class Forecast:
         return self.recipe.training.batch_tokens / self.time.total
 
     @property
-    def mfu(self) -> float:
-        """Of the bf16 peak, as `raygpt train` prints it."""
+    def mfu(self) -> float | None:
+        """Of the bf16 peak, as `raygpt train` prints it; None of a CPU, whose peak is only measured."""
+        if self.target.device.platform == "cpu":
+            return None
         return self.tokens_per_s * self.flops_per_token / (self.target.device.peak * self.target.count)
 
     @property
@@ -105,9 +115,8 @@ class Forecast:
     @property
     def unused(self) -> str | None:
         """In one line, how many of the target's devices the recipe's workers would leave idle, and what to write."""
-        workers = self.recipe.worker_counts(self.target.device.platform)[-1]
-        needed = self.workers["cluster.workers"]
-        if workers >= needed:
+        workers, needed = self.recipe.worker_counts(self.target.device.platform)[-1], self.workers["cluster.workers"]
+        if self.target.device.platform == "cpu" or workers >= needed:
             return None
         used = f"{workers * self.target.count // needed} of the {self.target.count} devices"
         return (
@@ -132,8 +141,36 @@ class Forecast:
         platform = self.target.device.platform
         hurried = [LAUNCHES] if self.time.total < LAUNCHES_S and platform != "cpu" else []
         shared = [SHARED] if self.recipe.cluster.gpu_share < 1 and platform == "gpu" else []
-        cluster = filter(None, [self.other_hardware, self.unused, self.missing])
-        return [*self.corpus.assumed, *cluster, *hurried, *shared, *self.laws.unreadable]
+        other = filter(None, [self.other_hardware, self.unused, self.missing, self._whole, self._uncounted])
+        return [*self.corpus.assumed, *other, *self._unlike, *hurried, *shared, *self.laws.unreadable]
+
+    @property
+    def _whole(self) -> str | None:
+        """In one line, that `fsdp` shards hardly anything, because it does not divide the model."""
+        fsdp, sizes = self.mesh["fsdp"], self.description.sizes
+        if fsdp == 1 or sizes["width"] % fsdp == 0:
+            return None
+        return (
+            f"cluster.mesh.fsdp: {fsdp} does not divide model.width {sizes['width']}, so every device has all "
+            f"parameters; write {gcd(fsdp, sizes['width'])}, and the rest along data"
+        )
+
+    @property
+    def _uncounted(self) -> str | None:
+        """In one line, that the length of validations is not known."""
+        if self.recipe.training.eval_rows is not None or self.corpus.val_tokens is not None:
+            return None
+        return "validations are not counted: how long the validation text is is not known; write training.eval_rows=N"
+
+    @property
+    def _unlike(self) -> list[str]:
+        """What the plan's figures are not of, each in one line."""
+        training, model = self.recipe.training, self.recipe.model
+        is_slow = training.compile == "off" and self.target.device.platform != "cpu"
+        return [
+            *(["training.compile: off takes longer and more memory than planned"] if is_slow else []),
+            *([HUGGINGFACE] if model.implementation == "huggingface" else []),
+        ]
 
     @property
     def other_hardware(self) -> str | None:
@@ -208,34 +245,29 @@ def forecast(
     if laws is None:
         laws = read_laws(recipe.run.storage) if corpus.is_storage_reached else Laws()
     known = with_steps(recipe, corpus)
-    workers = worker_keys(known.cluster, target)
-    devices = devices or devices_on(known, target)
+    if devices is None:
+        worker_keys(known.cluster, target)  # refuses workers that cannot use the target
+        devices = devices_on(known, target)
     split, fits = _split(known, corpus.vocab, devices)
     mesh = known.mesh_over(devices.count)
     precision = precision_on(known, target)
     seconds = step_time(known, corpus.vocab, devices, target, mesh, split.micro_rows, split.accumulation, precision)
     description = describe(known.model, corpus.vocab)
     tokens = known.steps * known.training.batch_tokens
-    loss = laws.expected_loss(known, description.block_parameters, tokens)
+    is_fork = known.run.start_from is not None  # laws are of runs from step 0
+    loss = None if is_fork else laws.expected_loss(known, description.block_parameters, tokens)
     parameters, flops = description.count, description.flops_per_token
-    return Forecast(
-        known, recipe, target, corpus, laws, devices, workers, split, fits, seconds, parameters, flops, loss
-    )
+    return Forecast(known, recipe, target, corpus, laws, devices, split, fits, seconds, parameters, flops, loss)
 
 
 def _split(recipe: Recipe, vocab: int, devices: Devices) -> tuple[Split, bool]:
     """As training would split the batch; if nothing fits, one row at a time, or as the recipe says."""
+    mesh = recipe.mesh_over(devices.count, NAME_OTHERS)
     try:
-        split = split_batch(recipe, vocab, devices)
-        return split, split.memory_bytes <= devices.memory_bytes
+        return split_batch(recipe, vocab, devices), True
     except RaygptError:
-        mesh = recipe.mesh_over(devices.count, NAME_OTHERS)  # raises itself if that is what was wrong
-    across = mesh["data"] * mesh["fsdp"]
-    rows_each = -(-recipe.rows // across)
-    accumulation = recipe.training.accumulation or rows_each
-    rows = -(-rows_each // accumulation)
-    memory = step_memory(recipe, vocab, devices, mesh, rows, accumulation)
-    return Split(recipe.rows, rows * across, accumulation, devices.count, memory), False
+        accumulation = recipe.training.accumulation or rows_of_group(recipe, mesh)
+        return split_into(accumulation, recipe, vocab, devices, mesh), False
 
 
 def with_steps(recipe: Recipe, corpus: Corpus) -> Recipe:

@@ -38,31 +38,47 @@ class Split:
 
 def split_batch(recipe: Recipe, vocab: int, devices: Devices) -> Split:
     """Split into as few micro-batches as fit into the devices' memory, or into as many as the recipe says. Refuses a
-    model that does not fit even with one row at a time."""
+    model that does not fit even with one row at a time, and micro-batches of the recipe's that do not."""
     mesh = recipe.mesh_over(devices.count)
     least = step_memory(recipe, vocab, devices, mesh, 1, 1)
     if least.total > devices.memory_bytes:
         raise RaygptError(_does_not_fit(recipe, vocab, devices, least))
-    across = mesh["data"] * mesh["fsdp"]  # groups of devices, each with different rows
-    rows_each = -(-recipe.rows // across)
     fixed = recipe.training.accumulation
-    accumulation = fixed or _fewest(recipe, vocab, devices, mesh, rows_each)
-    micro_each = -(-rows_each // accumulation)
-    needed = step_memory(recipe, vocab, devices, mesh, micro_each, accumulation)
-    return Split(recipe.rows, micro_each * across, accumulation, devices.count, needed)
+    split = split_into(fixed or _fewest(recipe, vocab, devices, mesh), recipe, vocab, devices, mesh)
+    if split.memory_bytes <= devices.memory_bytes:
+        return split
+    needs = f"{split.micro_rows:,} rows at a time need {size(split.memory_bytes)} on a device, but {_each_has(devices)}"
+    if fixed is None:
+        raise RaygptError(f"model: {needs}; write smaller model.layers or width")
+    raise RaygptError(
+        f"training.accumulation: with {fixed}, {needs}; write {_fewest(recipe, vocab, devices, mesh)}, or null to have "
+        "it computed"
+    )
 
 
-def _fewest(recipe: Recipe, vocab: int, devices: Devices, mesh: Mapping[str, int], rows_each: int) -> int:
+def rows_of_group(recipe: Recipe, mesh: Mapping[str, int]) -> int:
+    """Rows of a batch for each group of devices that has rows of its own."""
+    return -(-recipe.rows // (mesh["data"] * mesh["fsdp"]))
+
+
+def split_into(accumulation: int, recipe: Recipe, vocab: int, devices: Devices, mesh: Mapping[str, int]) -> Split:
+    """So many micro-batches, whether they fit or not."""
+    rows = -(-rows_of_group(recipe, mesh) // accumulation)
+    memory = step_memory(recipe, vocab, devices, mesh, rows, accumulation)
+    return Split(recipe.rows, rows * mesh["data"] * mesh["fsdp"], accumulation, devices.count, memory)
+
+
+def _fewest(recipe: Recipe, vocab: int, devices: Devices, mesh: Mapping[str, int]) -> int:
     """The fewest micro-batches that fit, each of as many rows; one row at a time if none do."""
     room = devices.memory_bytes * FILLED[devices.platform]
 
     def fits(accumulation: int) -> bool:
-        rows = -(-rows_each // accumulation)
-        return step_memory(recipe, vocab, devices, mesh, rows, accumulation).total <= room
+        return split_into(accumulation, recipe, vocab, devices, mesh).memory_bytes <= room
 
     if fits(1):
         return 1
     # From two on, memory falls as they rise: a second needs room for the sum of gradients, more of them do not.
+    rows_each = rows_of_group(recipe, mesh)
     low, high = min(2, rows_each), rows_each
     while low < high:
         middle = (low + high) // 2
@@ -71,16 +87,29 @@ def _fewest(recipe: Recipe, vocab: int, devices: Devices, mesh: Mapping[str, int
 
 
 def _does_not_fit(recipe: Recipe, vocab: int, devices: Devices, needed: Memory) -> str:
-    each = "the device has" if devices.count == 1 else f"each of the {devices.count} devices has"
-    sharded = {"data": 1, "fsdp": devices.count, "tensor": 1, "context": 1}
-    fits_sharded = step_memory(recipe, vocab, devices, sharded, 1, 1).total <= devices.memory_bytes
-    remedy = "cluster.mesh.fsdp: -1 to shard it over the devices" if fits_sharded else "smaller model.layers or width"
     state = needed.parameters + needed.optimizer + needed.gradients
     parts = f"{size(state)} for parameters, gradients and optimizer"
     return (
-        f"model: it needs {size(needed.total)} on a device ({parts}), but {each} {size(devices.memory_bytes)}; "
-        f"write {remedy}"
+        f"model: it needs {size(needed.total)} on a device ({parts}), but {_each_has(devices)}; "
+        f"write {_sharded(recipe, vocab, devices) or 'smaller model.layers or width'}"
     )
+
+
+def _each_has(devices: Devices) -> str:
+    each = "the device has" if devices.count == 1 else f"each of the {devices.count} devices has"
+    return f"{each} {size(devices.memory_bytes)}"
+
+
+def _sharded(recipe: Recipe, vocab: int, devices: Devices) -> str | None:
+    """A mesh with which the model fits, as keys to write: the one with the largest `fsdp`; None if there is none."""
+    for fsdp in range(devices.count, 1, -1):
+        mesh = {"data": devices.count // fsdp, "fsdp": fsdp, "tensor": 1, "context": 1}
+        is_whole = devices.count % fsdp == 0
+        if is_whole and step_memory(recipe, vocab, devices, mesh, 1, 1).total <= devices.memory_bytes:
+            if fsdp == devices.count:
+                return "cluster.mesh.fsdp: -1 to shard it over the devices"
+            return f"cluster.mesh.data: -1 and cluster.mesh.fsdp: {fsdp} to shard it"
+    return None
 
 
 def cpu_devices(recipe: Recipe, workers: int, beside: int, cores: int, memory: int) -> Devices:

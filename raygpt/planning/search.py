@@ -66,7 +66,11 @@ def fastest(now: Forecast) -> Change:
         change
         for mesh in meshes(now.recipe, devices.count)
         for remat in REMATS
-        if (change := _change(now, {**workers, **_mesh_keys(mesh), "training.remat": remat}))
+        if (
+            change := _change(
+                now, {**workers, **_mesh_keys(mesh), "training.remat": remat, "training.accumulation": None}
+            )
+        )
     ]
     fitting = [change for change in found if change.forecast.fits]
     if not found:

@@ -188,8 +188,10 @@ def exchange(
     for axis in ("data", "fsdp", "context", "tensor"):
         outer = gcd(mesh[axis], groups)
         groups, inner = groups // outer, mesh[axis] // outer
-        seconds += sent[axis] / _link(target, inner) if inner > 1 else 0.0
-        seconds += sent[axis] / inner / target.device.network if outer > 1 else 0.0
+        if mesh[axis] > 1:
+            whole = sent[axis] / _of_others(mesh[axis])
+            seconds += whole * _of_others(inner) / _link(target, inner)
+            seconds += whole / inner * _of_others(outer) / target.device.network
     return seconds
 
 

@@ -25,6 +25,7 @@ MOST_DEVICES = 100_000  # more than any machine has; a search looks at every mes
 # Least and most of what the command line may say of a device: from a slow CPU to a thousand of today's largest.
 FIGURES = {"peak": (1e-3, 1e6, "TFLOP/s"), "memory": (1e-3, 1e6, "GiB"), "bandwidth": (1e-3, 1e7, "GB/s")}
 NAME_OTHERS = "name other devices by --on"
+COMMAND_LINE = "the command line"
 ASK_DRIVER_S = 10.0
 
 
@@ -127,18 +128,24 @@ def _device(name: str, text: str, peak: float | None, memory: float | None, band
 
 def _unknown(name: str) -> Device:
     """A GPU that the command line describes."""
-    return Device(name, "gpu", 0, 0, 0, 0, 32 * GB, 6 * GB, "the command line", (), 8.0)
+    return Device(name, "gpu", 0, 0, 0, 0, 32 * GB, 6 * GB, COMMAND_LINE, (), 8.0)
 
 
 def _described(target: Target, peak: float | None, memory: float | None, bandwidth: float | None) -> Target:
     """The target with what the command line says of its device."""
     device = target.device
+    given = {"peak": peak, "memory": memory, "bandwidth": bandwidth}
+    names = [name for name, figure in given.items() if figure is not None]
     if peak is not None:
-        device = replace(device, peak=peak * TERA, fp32=peak * TERA / 2, source="the command line")
+        fp32 = device.fp32 / device.peak if device.peak else 0.5  # of the peak in bf16
+        device = replace(device, peak=peak * TERA, fp32=fp32 * peak * TERA)
     if memory is not None:
-        device = replace(device, memory=int(memory * GIB), source="the command line")
+        device = replace(device, memory=int(memory * GIB))
     if bandwidth is not None:
-        device = replace(device, bandwidth=bandwidth * GB, source="the command line")
+        device = replace(device, bandwidth=bandwidth * GB)
+    if names:
+        rest = "" if device.source == COMMAND_LINE or len(names) == len(given) else f"{device.source}; "
+        device = replace(device, source=f"{rest}{' and '.join(names) + ' by ' if rest else ''}{COMMAND_LINE}")
     return replace(target, device=device)
 
 
@@ -153,10 +160,10 @@ def _check_slice(device: Device, topology: list[int], text: str) -> None:
         )
     try:
         slice_of(_kind(device), "x".join(map(str, topology)))
-    except RaygptError:
+    except RaygptError as error:
+        problem = str(error).partition(": ")[2].rpartition("; write ")
         raise RaygptError(
-            f"--on {text}: there is no such slice; its sides are 1 or more, and its chips a multiple of the 4 of a "
-            f"host; write e.g. --on {_example(device)}"
+            f"--on {text}: {problem[0]}; there are {problem[2]}; write several as e.g. --on 2*{_example(device)}"
         ) from None
 
 
@@ -181,23 +188,30 @@ def _in_nodes(device: Device, count: int) -> str:
 
 
 def worker_keys(cluster: Cluster, target: Target) -> dict[str, Any]:
-    """The keys of `cluster` with which a run uses all devices of a target: a worker has a GPU, a TPU's host, or all
-    cores of a CPU."""
+    """The keys of `cluster` with which a run uses all devices of a target: a worker has a GPU, a TPU's host, or a
+    part of a CPU's cores."""
     device = target.device
     if device.platform == "tpu":
         kind = _kind(device)
         one = Slice(kind, "x".join(map(str, target.sides)))
         workers = target.groups * one.hosts
         return {"cluster.workers": workers, "cluster.accelerator_type": kind, "cluster.topology": one.topology}
+    if device.platform == "cpu":
+        return {"cluster.workers": cluster.workers}  # they share its cores, however many they are
     return {"cluster.workers": target.count // _gpus_of_worker(cluster, target)}
 
 
 def _gpus_of_worker(cluster: Cluster, target: Target) -> int:
     """Refuses workers that would leave some of a node's GPUs idle, and several with a part of a GPU each."""
     each, node = resources_of_worker(cluster, target.device.platform, ()).get("GPU", 1), target.count // target.groups
-    if target.device.platform == "cpu" or (target.count == 1 and 0 < each <= 1):
+    if target.count == 1 and 0 < each <= 1:
         return 1
-    if each < 1 or node % each:
+    if 0 < each < 1:
+        raise RaygptError(
+            f"cluster.resources_per_worker: a run with {each:g} of a GPU has one, not {target}; "
+            f"write --on {target.device.name}, or leave GPU out"
+        )
+    if not each or node % each:
         fitting = max(number for number in range(1, node + 1) if node % number == 0 and number <= max(each, 1))
         raise RaygptError(
             f"cluster.resources_per_worker: {target} needs workers with whole GPUs that divide the {node} of a node, "
@@ -232,7 +246,8 @@ def devices_on(recipe: Recipe, target: Target) -> Devices:
     """What an engine would find on a target."""
     device, training = target.device, recipe.training
     if device.platform == "cpu":
-        return cpu_devices(recipe, 1, 1, cores(), device.memory)
+        workers = recipe.cluster.max_workers
+        return cpu_devices(recipe, workers, workers, cores(), device.memory)
     if device.platform == "tpu" and recipe.engine == "torch":
         raise RaygptError(f"--on {target.name}: engine torch knows no TPU; write engine=jax")
     precision, mesh = precision_on(recipe, target), recipe.mesh_over(target.count, NAME_OTHERS)
@@ -250,23 +265,24 @@ def devices_on(recipe: Recipe, target: Target) -> Devices:
 
 
 def _share_of_gpu(recipe: Recipe, target: Target) -> float:
-    """The part of a device that the recipe's worker has. With a fraction of a GPU a run has one."""
-    share = recipe.cluster.gpu_share if target.device.platform == "gpu" else 1.0
-    if share < 1 < target.count:
-        raise RaygptError(
-            f"cluster.resources_per_worker: a run with {share:g} of a GPU has one, not {target}; "
-            f"write --on {target.device.name}, or leave GPU out"
-        )
-    return share
+    """The part of a device that the recipe's worker has."""
+    return recipe.cluster.gpu_share if target.device.platform == "gpu" else 1.0
 
 
-def found_target(about: Mapping[str, str]) -> Target | None:
-    """The target that an engine's description of itself is of; None if its device is not in the table. All cores of a
-    machine are one device here."""
+def found_target(about: Mapping[str, str], nodes: int, topology: str | None) -> Target | None:
+    """The target that a run found, by its engine's description of itself, on so many nodes or in slices of this
+    topology; None if its device is not in the table. All cores of a machine are one device here."""
     if about["device"] == "cpu":
-        return Target(this_cpu(), 1)
-    device = device_of(about["device"])
-    return Target(device, int(about["devices"])) if device else None
+        return Target(this_cpu(), nodes, nodes)
+    device, count = device_of(about["device"]), int(about["devices"])
+    if device is None:
+        return None
+    if device.platform != "tpu":
+        return Target(device, count, nodes)
+    if topology is None:  # one host, whose chips are all linked
+        return Target(device, count)
+    slices = max(1, count // prod(map(int, topology.split("x"))))
+    return Target(device, count, slices, f"{slices}*{device.name}:{topology}")
 
 
 def this_machine(peak: float | None = None, memory: float | None = None, bandwidth: float | None = None) -> Target:

@@ -51,7 +51,7 @@ def _facts(plan: "Forecast", price: float | None) -> list[tuple[str, str]]:
     facts = [
         (verdict, f"{size(need)} of {size(limit)} on each device, {need / limit:,.0%}"),
         ("batch", f"{plan.split}; mesh {mesh}"),
-        ("speed", f"{plan.tokens_per_s:,.0f} tokens/s, {short_time(plan.time.total)} a step, MFU {plan.mfu:.1%}"),
+        ("speed", f"{plan.tokens_per_s:,.0f} tokens/s, {short_time(plan.time.total)} a step{_mfu(plan)}"),
         ("run", _run(plan)),
         ("cost", "" if price is None else f"{plan.cost(price):,.2f} at {price:g} per device-hour"),
         ("checkpoints", _checkpoints(plan)),
@@ -70,7 +70,13 @@ def _checkpoints(plan: "Forecast") -> str:
     return f"{plan.checkpoints:,} of {size(plan.checkpoint_bytes)}, {time_span(plan.checkpoint_s)} each at 1 GB/s"
 
 
+def _mfu(plan: "Forecast") -> str:
+    return "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
+
+
 def _loss(plan: "Forecast") -> str:
+    if plan.recipe.run.start_from:
+        return "unknown: the run starts from another, and laws are of runs from step 0"
     if plan.loss is None:
         return "unknown: no scaling law of this model family in run.storage; `raygpt scaling` fits one"
     return f"{plan.loss.loss:.3f}, {plan.loss.low:.3f} to {plan.loss.high:.3f} in 4 of 5 runs, by {plan.loss.rests_on}"

@@ -203,8 +203,9 @@ def test_what_gke_has_no_slice_for_is_refused():
     for kind, topology in (("TPU-V6E", "4x4x4"), ("TPU-V4", "4x4"), ("TPU-V6E", "four"), ("TPU-V6E", None)):
         with pytest.raises(RaygptError, match=r"cluster\.topology: .+ is no slice of"):
             slice_of(kind, topology)
-    with pytest.raises(RaygptError, match="has 6 chips, and hosts of TPU-V6E have 4"):
-        slice_of("TPU-V6E", "2x3")
+    for kind, topology in (("TPU-V6E", "2x3"), ("TPU-V5LITEPOD", "16x32"), ("TPU-V5P", "4x8x4"), ("TPU-V4", "6x6x6")):
+        with pytest.raises(RaygptError, match=rf"there is no slice {topology} of {kind}; write "):
+            slice_of(kind, topology)
     assert set(GKE_NAMES) >= {"TPU-V4", "TPU-V5P", "TPU-V6E"}
 
 

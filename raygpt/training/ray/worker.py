@@ -46,7 +46,7 @@ def work(config: dict[str, Any]) -> None:
         others = {"Ray metrics": partial(RayMetrics, spec.run_folder)}
         session.listen(start_tracking(spec.recipe, spec.run_folder, session.warn, others))
     engine = make_engine(spec.recipe, spec.tokenizer.vocab, session)
-    write_or_warn(session, "its plan", lambda: keep_plan(spec, engine.describe()))
+    write_or_warn(session, "its plan", lambda: keep_plan(spec, engine.describe(), _node_count()))
     try:
         Loop(spec, engine, session).run()
         if session.rank == 0:
@@ -55,6 +55,11 @@ def work(config: dict[str, Any]) -> None:
     except BaseException:
         session.fail()
         raise
+
+
+def _node_count() -> int:
+    context = ray.train.get_context()
+    return -(-int(context.get_world_size()) // int(context.get_local_world_size()))
 
 
 def _find_run(run_folder: str) -> None:
@@ -73,9 +78,9 @@ def make_engine(recipe: Recipe, vocab: int, session: Session) -> Engine:
     return engine
 
 
-def keep_plan(spec: RunSpec, about: Mapping[str, str]) -> None:
+def keep_plan(spec: RunSpec, about: Mapping[str, str], nodes: int) -> None:
     """Record what is to be expected of a run on the devices that an engine describes, if they are known."""
-    target = found_target(about)
+    target = found_target(about, nodes, spec.recipe.cluster.topology)
     if target:
         home = spec.run_folder.rstrip("/").rpartition("/")[0]
         recipe = spec.recipe.model_copy(update={"run": spec.recipe.run.model_copy(update={"storage": home})})
