@@ -28,6 +28,13 @@ import pytest
         ("scaling tiny training.steps=2000 run.start_from=before", "run.start_from: the models of a ladder have other"),
         ("scaling tiny", "training.steps: 180 are too few for a ladder"),
         ("scaling tiny training.steps=2000 optimizer.rate=1", "unknown key 'optimizer.rate'"),
+        *(
+            (
+                f"scaling tiny --share={share}",
+                f"--share {share}: is no share of the run's compute; write more than 0 and at most 1",
+            )
+            for share in ("nan", "inf", "-1", "0", "1.5")
+        ),
     ],
 )
 def test_bad_input_is_one_line(raygpt, words, line):

@@ -226,7 +226,7 @@ def scaling(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What to change in it, as for train.")
     ] = None,
     share: Annotated[
-        float, typer.Option(min=0, max=1, help="How much of the run's compute the small models may take.")
+        float, typer.Option(help="How much of the run's compute the small models may take, above 0 and at most 1.")
     ] = 0.1,
     as_json: Json = False,
 ) -> None:
@@ -244,6 +244,10 @@ def scaling(
     from raygpt.training.ray import launch
     from raygpt.training.totals import in_steps
 
+    if not 0 < share <= 1:  # a range of click's lets nan pass, which would train the cheapest ladder
+        raise RaygptError(
+            f"--share {share:g}: is no share of the run's compute; write more than 0 and at most 1, e.g. --share 0.1"
+        )
     base = base_of(recipe, overrides or [], "scaling", console.note)
     check_recipe(base)
     prepared.check(base)
