@@ -56,6 +56,23 @@ def test_training_left_a_sample_of_each_prompt_at_every_evaluation(run):
         assert f"\na sample of what it writes now from {prompt!r}\n{prompt}" in said
 
 
+def plan_and_run(run):
+    """The plan in a run's files, and what is said of both; on a GPU its peak follows."""
+    plan = json.loads((run / "plan.json").read_text())
+    planned = plan["step_s"]["total"]
+    taken = 128 / np.median([line["tokens_per_s"] for line in open_run(str(run)).metrics if "tokens_per_s" in line])
+    step = f"{1e3 * planned:,.1f} ms a step planned, {1e3 * taken:,.1f} taken ({taken / planned - 1:+.0%})"
+    return plan, f"{step}; {plan['memory']['total'] / 2**20:.1f} MiB planned on a device"
+
+
+def test_a_runs_plan_is_kept_and_compared_with_it_at_its_end_and_by_show(raygpt, run, engine):
+    plan, compared = plan_and_run(run)
+    assert (plan["engine"], plan["fits"]) == (engine, True)
+    assert (plan["steps"], plan["tokens"], plan["accumulation"]) == (20, 20 * 128, 1)
+    assert f"\nplan            {compared}" in (run.parent / "said.txt").read_text()
+    assert f" plan {compared}" in " ".join(raygpt("show", run)[1].split())
+
+
 def test_the_tutorials_smoke_recipe_trains_a_smaller_model_on_two_workers(trained_run):
     run, smoke = open_run(str(trained_run("torch"))), load_recipe("gpt2-124m-wikitext103-smoke")
     assert (run.recipe.schedule, run.recipe.cluster) == (smoke.schedule, smoke.cluster)
@@ -294,6 +311,24 @@ def test_a_run_is_listed_shown_and_reported(raygpt, run, tmp_path, engine):
     assert losses * tall == pytest.approx([line["loss"] for line in known.metrics if "loss" in line], rel=1e-4)
     for prompt in ("the caf", "on "):
         assert f'<q class="prompt">{prompt}</q>' in page
+    plan, compared = plan_and_run(run)
+    assert f"<h2>Plan and run</h2>\n<p>{compared}" in page
+    pictures = dict(re.findall(r'<div class="plan card"><h3>([^<]*)</h3>(<svg.*?</svg>)</div>', page))
+    kinds = {kind.replace("_", "-"): seconds for kind, seconds in plan["step_s"].items()}
+    assert bars_of(pictures["time of a step"]) == shares_of(kinds)
+    assert bars_of(pictures["memory of each device"]) == shares_of(plan["memory"])
+
+
+def bars_of(svg):
+    """Name -> length of a bar, as a share of the longest."""
+    found = re.findall(r'<text x="0" [^>]*>([^<]*)</text><rect [^>]*width="([0-9.]+)%"', svg)
+    return {name: float(width) / 60 for name, width in found}
+
+
+def shares_of(kinds):
+    """Kind -> share of the largest, of those that a plan has; a picture has two digits after the point."""
+    own = {kind: value for kind, value in kinds.items() if value and kind not in ("total", "limit")}
+    return pytest.approx({kind: value / max(own.values()) for kind, value in own.items()}, abs=1e-3)
 
 
 # Tasks
