@@ -39,17 +39,19 @@ def duration(seconds: float) -> str:
 
 
 def time_span(seconds: float) -> str:
-    """A time in the unit that suits it: 12.0 ms, 0.4 s, 12 s, 3.5 min, 2.1 h, 4.9 days."""
+    """A time in the unit that suits it: 12.0 ms, 0.4 s, 12 s, 3.5 min, 2.1 h, 9,349.3 days."""
     if 0 < seconds < 0.05:  # would be 0.0 s
         return short_time(seconds)
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {unit}"
+            return f"{seconds / length:,.1f} {unit}"
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def short_time(seconds: float) -> str:
-    """A time of milliseconds or less: 1,234.5 ms, 12.3 ms, 45.6 µs, 0.3 ns."""
+    """A short time in ms, µs or ns: 1,234.5 ms, 12.3 ms, 45.6 µs, 0.3 ns; from 10 s on as `time_span`."""
+    if seconds >= 10:
+        return time_span(seconds)
     for unit, length in (("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= length or not seconds:
             return f"{seconds / length:,.1f} {unit}"

@@ -12,6 +12,7 @@ import pytest
 from raygpt import storage
 from raygpt.engines import require
 from raygpt.errors import RaygptError
+from raygpt.formatting import short_time
 from raygpt.inference.loaded import load
 from raygpt.recipes import load_recipe
 from raygpt.runs import open_run
@@ -61,7 +62,7 @@ def plan_and_run(run):
     plan = json.loads((run / "plan.json").read_text())
     planned = plan["step_s"]["total"]
     taken = 128 / np.median([line["tokens_per_s"] for line in open_run(str(run)).metrics if "tokens_per_s" in line])
-    step = f"{1e3 * planned:,.1f} ms a step planned, {1e3 * taken:,.1f} taken ({taken / planned - 1:+.0%})"
+    step = f"{short_time(planned)} a step planned, {short_time(taken)} taken ({taken / planned - 1:+.0%})"
     return plan, f"{step}; {plan['memory']['total'] / 2**20:.1f} MiB planned on a device"
 
 

@@ -3,7 +3,7 @@
 import statistics
 from dataclasses import dataclass
 
-from raygpt.formatting import size
+from raygpt.formatting import short_time, size
 from raygpt.runs import metrics, records
 
 
@@ -17,9 +17,9 @@ class Compared:
     peak_bytes: int  # 0 where it is unknown, as on a CPU
 
     def __str__(self) -> str:
-        step = f"{1e3 * self.planned_s:,.1f} ms a step planned"
+        step = f"{short_time(self.planned_s)} a step planned"
         if self.taken_s:
-            step += f", {1e3 * self.taken_s:,.1f} taken ({self.taken_s / self.planned_s - 1:+.0%})"
+            step += f", {short_time(self.taken_s)} taken ({self.taken_s / self.planned_s - 1:+.0%})"
         memory = f"{size(self.planned_bytes)} planned on a device"
         if self.peak_bytes:
             memory += f", {size(self.peak_bytes)} at most in use ({self.peak_bytes / self.planned_bytes - 1:+.0%})"

@@ -36,6 +36,6 @@ def test_the_median_step_and_the_peak_are_compared_with_the_plan(tmp_path):
     got = compare(str(tmp_path))
     assert got.taken_s == 0.125
     assert str(got) == (
-        "100.0 ms a step planned, 125.0 taken (+25%); "
+        "100.0 ms a step planned, 125.0 ms taken (+25%); "
         "1.0 GiB planned on a device, 1.1 GiB at most in use (+10%)"
     )  # fmt: skip
