@@ -102,11 +102,17 @@ def _show_changes(plan: "Forecast", changes: Sequence["Change"]) -> None:
     out.print("\n[bold]changes that would help most[/]")
     table = Table.grid(padding=(0, 2))
     for change in changes:
-        other = change.forecast
-        ratio = other.tokens_per_s / plan.tokens_per_s
-        figures = f"{other.tokens_per_s:,.0f} tokens/s ({ratio - 1:+,.0%}), {size(other.memory.total)}"
-        table.add_row(escape(str(change)), figures + ("" if change.is_same_run else "; another run"))
+        table.add_row(escape(str(change)), _figures(plan, change))
     out.print(Padding(table, (0, 0, 0, 2)))
+
+
+def _figures(plan: "Forecast", change: "Change") -> str:
+    """Of a change. It is no faster or slower than a plan that does not fit, which cannot run."""
+    other = change.forecast
+    gain = f" ({other.tokens_per_s / plan.tokens_per_s - 1:+,.0%})" if plan.fits else ""
+    unfit = "" if other.fits else "; does not fit either"
+    another = "" if change.is_same_run else "; another run"
+    return f"{other.tokens_per_s:,.0f} tokens/s{gain}, {size(other.memory.total)}{unfit}{another}"
 
 
 def show_found(change: "Change", file: str) -> None:
