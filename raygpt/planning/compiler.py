@@ -73,7 +73,7 @@ def differences(plan: Forecast, step: "CompiledStep") -> tuple[Difference, ...]:
         Difference("state", state, step.state_bytes, size),
         Difference("temporary", plan.memory.total - state, step.temporary_bytes, size),
         Difference("memory in all", plan.memory.total, step.total_bytes, size),
-        Difference("FLOPs, a loop's once", _flops(plan), step.flops, lambda count: f"{count:.3g}"),
+        Difference("FLOPs, each loop counted once", _flops(plan), step.flops, lambda count: f"{count:.3g}"),
     )
 
 

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from raygpt import storage
 from raygpt.formatting import ratio_text, short_time, size, time_span
+from raygpt.host import cores
 from raygpt.show import chart
 from raygpt.show.console import out, show_notes, table_of
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from raygpt.planning.compiler import CompilerAnswer
     from raygpt.planning.forecast import Forecast
     from raygpt.planning.search import Change
+    from raygpt.planning.target import Target
 
 BAR = 30  # characters of the longest
 MEMORY = "memory of each device"
@@ -24,12 +26,19 @@ TIME = "time of a step"
 
 def show_forecast(plan: "Forecast", price: float | None, changes: Sequence["Change"]) -> None:
     """Everything that a plan says, in 80 columns."""
-    out.print(f"[bold]{escape(str(plan.recipe.run.name))} on {escape(str(plan.target))}[/]", soft_wrap=True)
+    out.print(f"[bold]{escape(str(plan.recipe.run.name))} on {escape(_devices(plan.target))}[/]", soft_wrap=True)
     out.print(table_of(_facts(plan, price)))
     _show_kinds(MEMORY, memory_kinds(plan.as_dict()), size)
     _show_kinds(TIME, time_kinds(plan.as_dict()), short_time)
     _show_changes(plan, changes)
     show_notes(plan.notes)
+
+
+def _devices(target: "Target") -> str:
+    """What a target is; of a CPU the cores, which the target has as one device, and JAX as one each."""
+    if target.device.platform != "cpu":
+        return str(target)
+    return f"this CPU, {cores()} {'core' if cores() == 1 else 'cores'}"
 
 
 def memory_kinds(plan: Mapping[str, Any]) -> dict[str, float]:
@@ -56,14 +65,16 @@ def _facts(plan: "Forecast", price: float | None) -> list[tuple[str, str]]:
         ("cost", "" if price is None else f"{plan.cost(price):,.2f} at {price:g} per device-hour"),
         ("checkpoints", _checkpoints(plan)),
         ("loss", _loss(plan)),
-        ("by", f"{engine}; device: {plan.target.device.source}"),
+        ("engine", engine),
+        ("device figures", plan.target.device.source),
     ]
     return [(label, text) for label, text in facts if text]
 
 
 def _run(plan: "Forecast") -> str:
     ratio = ratio_text(plan.tokens / plan.parameters)
-    return f"{time_span(plan.run_s)} for {plan.recipe.steps:,} steps, {plan.tokens:,} tokens, {ratio} a parameter"
+    length = f"{plan.recipe.steps:,} steps, {plan.tokens:,} tokens"
+    return f"{time_span(plan.run_s)} for {length}, {ratio} tokens per parameter"
 
 
 def _checkpoints(plan: "Forecast") -> str:

@@ -1,8 +1,15 @@
 """What `raygpt plan` prints."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
+
+from raygpt.planning.compiler import CompilerAnswer, differences
+from raygpt.planning.forecast import forecast
+from raygpt.planning.target import parse_target
+from raygpt.recipes import load_recipe
+from raygpt.show.planning import show_compiled
 
 
 @pytest.fixture
@@ -35,3 +42,32 @@ def test_changes_of_a_plan_that_fits_say_how_much_faster_they_are(plan):
     assert changes
     for change in changes:
         assert re.fullmatch(r"\S.*=\S+ [\d,]+ tokens/s \(\+\d+%\), \d+\.\d GiB(; another run)?", change)
+
+
+def test_a_plan_says_what_is_what(plan):
+    lines = plan("gpt2-124m", "--on", "8xh100")
+    assert lines[0] == "gpt2-124m on 8 × h100"
+    assert {"engine jax, fused kernels", "device figures NVIDIA's data sheet"} < set(lines)
+    (run,) = [line for line in lines if line.startswith("run ")]
+    assert run.endswith(" h for 600,000 steps, 294,912,000,000 tokens, 2,369.9 tokens per parameter")
+
+
+@pytest.mark.parametrize(("count", "title"), [(1, "tiny on this CPU, 1 core"), (2, "tiny on this CPU, 2 cores")])
+def test_a_plan_for_this_cpu_says_how_many_cores_it_has(plan, monkeypatch, count, title):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(count)), raising=False)
+    monkeypatch.setattr("raygpt.planning.target._reported_gpus", list)
+    monkeypatch.setattr("raygpt.planning.target.cpu_speed", lambda cores: (1e11, 1e10))
+    lines = plan("tiny")
+    assert lines[0] == title
+    assert "engine jax, plain kernels" in lines
+
+
+def test_the_compilers_figures_stand_beside_the_plans(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    plan = forecast(load_recipe("gpt2-124m", {"run.storage": str(tmp_path)}), parse_target("v6e:4x4"))
+    step = SimpleNamespace(state_bytes=2**30, temporary_bytes=2**30, total_bytes=2**31, flops=1e12, collectives=())
+    found = differences(plan, step)
+    show_compiled(CompilerAnswer(step, found, 61.0))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    flops = found[-1].plan
+    assert f"FLOPs, each loop counted once {flops:.3g} 1e+12 {flops / 1e12 - 1:+.1%}" in lines
