@@ -133,14 +133,14 @@ def check_start(base: Recipe, is_whole: bool) -> None:
 
 
 def claim(folder: str, definition: Mapping[str, Any]) -> None:
-    """Write what a folder's runs are for; refuses a folder that has runs for something else."""
+    """Write what a folder's runs are for, of a sweep or a ladder; refuses a folder that has runs for something else."""
     uri = storage.join(folder, TRIALS)
     before = storage.read_json(uri)
     if before is not None and before != definition:
         keys = [key for key in definition if before.get(key) != definition[key]]
         raise RaygptError(
-            f"{folder} is another sweep (it differs in {', '.join(keys)}); write run.name={free_name(folder)} to begin "
-            "a new one"
+            f"{folder} has the runs of another sweep or ladder (it differs in {', '.join(keys)}); "
+            f"write run.name={free_name(folder)} to begin a new one"
         )
     storage.write_json(uri, definition)
 

@@ -142,11 +142,13 @@ def test_trials_trained_to_their_end_may_start_from_a_run_by_its_name(start, tmp
 def test_the_name_that_is_offered_is_no_other_sweeps(start):
     start(RATES)
     start(RATES, name="sweep-2")
-    with pytest.raises(RaygptError, match=r"is another sweep .* write run.name=sweep-3"):
+    with pytest.raises(RaygptError, match=r"has the runs of another sweep or ladder .* write run.name=sweep-3"):
         start("optimizer.learning_rate=1e-3,2e-3,4e-3")
 
 
 def test_another_grid_in_the_same_folder_is_refused(start):
     start(RATES)
-    with pytest.raises(RaygptError, match=r"is another sweep \(it differs in keys.*write run.name=sweep-2"):
+    with pytest.raises(
+        RaygptError, match=r"has the runs of another sweep or ladder \(it differs in keys.*write run.name=sweep-2"
+    ):
         start("optimizer.learning_rate=1e-3,2e-3,4e-3")

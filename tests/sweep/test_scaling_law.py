@@ -88,6 +88,15 @@ def test_a_rung_has_none_of_the_tasks_that_the_run_is_evaluated_on(recipe):
     assert (rung.training.eval_tasks, rung.training.eval_items) == ((), None)
 
 
+def test_the_ladder_of_another_family_in_the_same_folder_is_refused(recipe):
+    claim_ladder(plan_ladder(recipe, VOCAB, 0.3, 1.0, UNIGRAM))
+    claim_ladder(plan_ladder(recipe, VOCAB, 0.5, 1.0, UNIGRAM))  # a larger one of the same family
+    other = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"kind": "cosine"})})
+    line = r"ladder has the runs of another sweep or ladder \(it differs in family\); write run.name=ladder-2 to begin"
+    with pytest.raises(RaygptError, match=line):
+        claim_ladder(plan_ladder(other, VOCAB, 0.3, 1.0, UNIGRAM))
+
+
 def test_without_validation_text_there_is_no_ladder(recipe):
     with pytest.raises(RaygptError, match=r"data\.val: holds out no text"):
         plan_ladder(recipe, VOCAB, 0.3, 0.0, 0.0)
