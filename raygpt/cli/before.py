@@ -146,7 +146,7 @@ def _plan_sweep(
 
     base = grid.base_of_sweep(recipe, overrides, axes, console.note)
     corpus = look_up(base.data, base.run.storage, target.is_here)
-    with_steps(base, corpus)
+    with_steps(base, corpus)  # only to refuse epochs of a text of unknown length
     is_whole = base.run.start_from is not None  # as a sweep of such trials has to be
     planned = grid.plan_sweep(recipe, overrides, axes, corpus.windows, is_whole)
     trials = forecast.forecasts(planned, target, corpus)
@@ -155,9 +155,8 @@ def _plan_sweep(
     if as_json:
         print_json(forecast.as_dict(planned, trials, target, seconds, cost))
         return
-    shown.show_plan(
-        planned, 1, seconds, f" on {target}" + ("" if cost is None else f", {cost:,.2f} at {price:g} per device-hour")
-    )
+    price_text = "" if cost is None else f", {cost:,.2f} at {price:g} per device-hour"
+    shown.show_plan(planned, 1, seconds, f" on {target}{price_text}")
     console.show_notes(forecast.notes_of(trials))
 
 

@@ -50,7 +50,7 @@ def ask_compiler(plan: Forecast) -> CompilerAnswer:
     if plan.recipe.engine != "jax":
         raise RaygptError("--compile: PyTorch compiles while it runs; write engine=jax, or leave --compile out")
     platform, name = plan.target.device.platform, plan.target.name
-    if platform != "tpu" and name != "here":
+    if platform != "tpu" and not plan.target.is_here:
         raise RaygptError(
             f"--compile: the compiler for {name} needs that device; write --on v6e:4x4, or leave out --on"
         )

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from raygpt.sweep.runner import Leg, Runner
 
 
-def show_plan(sweep: "Sweep", at_once: int, seconds: float | None, cost: str = "") -> None:
-    """What a sweep will take; `seconds` are None where its cluster's speed is not known."""
+def show_plan(sweep: "Sweep", at_once: int, seconds: float | None, devices_and_cost: str = "") -> None:
+    """What a sweep will take; `seconds` are None where its cluster's speed is not known.
+
+    `devices_and_cost` is printed after the time: " on 1 × h200, 0.33 at 3 per device-hour".
+    """
     keys = [(axis.key, ", ".join(axis.values)) for axis in sweep.axes]
     steps = {recipe.steps for recipe in sweep.recipes.values()}
     length = f"{min(steps):,} steps" if len(steps) == 1 else f"{min(steps):,} to {max(steps):,} steps"
@@ -40,7 +43,7 @@ def show_plan(sweep: "Sweep", at_once: int, seconds: float | None, cost: str = "
                 *rounds,
                 ("to the end", "1 trial" if sweep.finalists == 1 else f"{sweep.finalists} trials"),
                 ("tokens", tokens),
-                *([("time", f"about {time_span(seconds)}{cost}")] if seconds else []),
+                *([("time", f"about {time_span(seconds)}{devices_and_cost}")] if seconds else []),
                 ("folder", relative_path(sweep.folder)),
             ]
         )

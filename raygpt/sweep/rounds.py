@@ -51,7 +51,10 @@ def rounds_of(recipes: Sequence[Recipe]) -> list[Round]:
         (FRACTIONS[1:], (count // 7,)),  # a warm-up that is longer than the first round
     )
     for fractions, kept in plans:
-        rounds = [Round(*one) for one in zip((count, *kept), *zip(*fractions, strict=True), kept, strict=False)]
+        rounds, trials = [], count
+        for (trunk, cooling), going_on in zip(fractions, kept, strict=True):
+            rounds.append(Round(trials=trials, trunk=trunk, cooling=cooling, kept=going_on))
+            trials = going_on
         is_possible = all(_can_cool(recipe, *each) for recipe in recipes for each in fractions)
         if is_possible and all(kept) and share(rounds, count) <= MOST_TOKENS:
             return rounds
