@@ -7,8 +7,9 @@
 
 Each case is a process of its own. Processes compile beside each other, as far as the plan says that they fit, but only
 one at a time is timed. A case that is `beyond` has the fewest rows that the plan says do not fit, and has the device to
-itself. Cases marked `fit` calibrated the plan; the others check it. Times are compared relative to the median of each
-engine's `fit` cases: GPUs of one kind differ by 5 %.
+itself. Cases marked `fit` calibrated the plan; the others check it. The table compares times relative to the median of
+each engine's `fit` cases: GPUs of one kind differ by 5 %. The results file has the planned times without that factor,
+and the peak and bandwidth that they follow from; a CPU's are measured when the benchmark starts.
 """
 
 import argparse
@@ -154,9 +155,10 @@ def main() -> None:
     known = CPU_CASES if arguments.cpu else CASES
     chosen = [number for number, case in enumerate(known) if any(word in case.name for word in arguments.only)]
     found = all_of(chosen, target, arguments)
-    figures = {known[number].name: figure for number, figure in found}
+    figures = {known[number].name: with_planned_time(known[number], figure, target) for number, figure in found}
     show(figures, target)
-    print(record.save(arguments.name or ("plan-cpu" if arguments.cpu else "plan-h200"), figures))
+    name = arguments.name or ("plan-cpu" if arguments.cpu else "plan-h200")
+    print(record.save(name, figures, device=device_figures(target)))
 
 
 def _arguments() -> argparse.Namespace:
@@ -278,6 +280,25 @@ def planned(case: Case, rows: int, target: Target) -> dict[str, float]:
     memory = step_memory(recipe, case.vocab, devices, mesh, each, 1)
     seconds = step_time(recipe, case.vocab, devices, target, mesh, rows, 1, precision)
     return {"gib": memory.total / 2**30, "limit": devices.memory_bytes / 2**30, "ms": 1e3 * seconds.total}
+
+
+def with_planned_time(case: Case, figure: dict[str, Any], target: Target) -> dict[str, Any]:
+    """A measured step, if there is one, with what `raygpt plan` says of its time, and how far that is off."""
+    if not figure.get("fits"):
+        return figure
+    ms = planned(case, figure["rows"], target)["ms"]
+    return {**figure, "planned_ms": round(ms, 2), "planned_off": round(ms / figure["ms"] - 1, 4)}
+
+
+def device_figures(target: Target) -> dict[str, Any]:
+    """What the plans assume of the device."""
+    device = target.device
+    return {
+        "name": device.name,
+        "peak_tflops": round(device.peak / 1e12, 4),
+        "bandwidth_gb_s": round(device.bandwidth / 1e9, 2),
+        "source": device.source,
+    }
 
 
 def fewest_beyond(case: Case, target: Target) -> int:

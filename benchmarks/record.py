@@ -29,11 +29,11 @@ def show(figures: dict[str, Any], name: str | None) -> None:
         print(save(name, figures))
 
 
-def save(name: str, figures: dict[str, Any]) -> Path:
-    """Write benchmarks/results/NAME.json."""
+def save(name: str, figures: dict[str, Any], **more: Any) -> Path:
+    """Write benchmarks/results/NAME.json; `more` are further keys beside the figures."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({**_circumstances(), "figures": figures}, indent=2) + "\n")
+    path.write_text(json.dumps({**_circumstances(), **more, "figures": figures}, indent=2) + "\n")
     return path
 
 
