@@ -1,7 +1,7 @@
 """A recipe on a target: whether it fits, how fast it is, how long it takes, what it costs, and which loss comes out."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import gcd
 from typing import Any
@@ -12,6 +12,7 @@ from raygpt.engines.padding import padded_vocab
 from raygpt.errors import RaygptError
 from raygpt.models import Description, describe
 from raygpt.planning.corpus import Corpus, look_up
+from raygpt.planning.earlier_runs import read_earlier_runs
 from raygpt.planning.loss import Laws, Loss, read_laws
 from raygpt.planning.memory import Memory, step_memory
 from raygpt.planning.micro_batch_size import Split, rows_of_group, split_batch, split_into
@@ -243,7 +244,7 @@ def forecast(
         target = Target(this_cpu(), 1)  # the recipe leaves this machine's GPUs alone
     corpus = corpus or look_up(recipe.data, recipe.run.storage, target.is_here)
     if laws is None:
-        laws = read_laws(recipe.run.storage) if corpus.is_storage_reached else Laws()
+        laws = _laws_and_runs(recipe.run.storage) if corpus.is_storage_reached else Laws()
     known = with_steps(recipe, corpus)
     if devices is None:
         worker_keys(known.cluster, target)  # refuses workers that cannot use the target
@@ -258,6 +259,10 @@ def forecast(
     loss = None if is_fork else laws.expected_loss(known, description.block_parameters, tokens)
     parameters, flops = description.count, description.flops_per_token
     return Forecast(known, recipe, target, corpus, laws, devices, split, fits, seconds, parameters, flops, loss)
+
+
+def _laws_and_runs(home: str) -> Laws:
+    return replace(read_laws(home), earlier=read_earlier_runs(home))
 
 
 def _split(recipe: Recipe, vocab: int, devices: Devices) -> tuple[Split, bool]:

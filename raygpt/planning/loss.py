@@ -23,9 +23,11 @@ whose rungs are fewer than FEWEST_RUNGS is not used.
 """
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import NormalDist, fmean
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,12 +43,15 @@ FEWEST_RUNGS = 4
 LEAST_COUNTED = 0.05  # of all tokens: for runs that are hardly longer than S
 MISFIT = 0.001  # by which a rung's loss may be off its law, relative, for each doubling of size or tokens to the run
 FARTHER = 0.0035  # the same of the run's loss, to the nearest rung: root mean square of five tests
+SEEDS = 0.009  # standard deviation of a run's loss by its seed, relative: of eight runs of tiny for 4,000 steps
 DEVIATES = 64  # drawn for every sample of a law
 COVERED = (10, 90)  # percentiles: four runs of five
 # Keys of a model that change along a ladder of sizes, or do not decide the loss.
 SIZES = ("preset", "depth", "layers", "width", "heads", "head_size", "kv_heads", "hidden")
 TEXT = ("source", "column", "tokenizer", "val", "split", "split_seed", "limit", "dedup")  # keys of data that decide it
 OTHER_THAN_FAMILY = (*SIZES, "precision", "implementation")
+T = TypeVar("T")
+OfFamily = tuple[Mapping[str, Any], T]  # with what `family_of` returned for it
 
 
 @dataclass(frozen=True)
@@ -83,14 +88,25 @@ class Law:
         """By the law."""
         return float(law_loss([self.terms[term] for term in TERMS], parameters, tokens))
 
-    def predict(self, parameters: int, tokens: int) -> Loss:
-        """The loss of a model of so many parameters after so many tokens."""
+    def predict(self, parameters: int, tokens: int, earlier: Sequence[Measured] = ()) -> Loss:
+        """The loss of a model of so many parameters after so many tokens. Where one of the earlier runs is nearer to it
+        than any rung, the law is corrected by how far it is off there, less what may be that run's seed."""
         middle, by_sample = self.loss(parameters, tokens), law_loss(self.samples.T, parameters, tokens)
+        away, unsure, about = distance(self.rungs, parameters, tokens), self.noise, self._about(parameters, tokens)
+        if earlier and distance(earlier, parameters, tokens) < away:
+            away = distance(earlier, parameters, tokens)
+            alike = [run for run in earlier if distance([run], parameters, tokens) == away]
+            size, length, loss = alike[0].parameters, alike[0].tokens, fmean(run.loss for run in alike)
+            seeds, off = SEEDS / math.sqrt(len(alike)), FARTHER * distance(self.rungs, size, length)
+            trust = off**2 / (off**2 + seeds**2)
+            middle *= 1 + trust * (loss / self.loss(size, length) - 1)
+            by_sample = by_sample / law_loss(self.samples.T, size, length) ** trust
+            unsure = math.hypot(SEEDS, seeds * math.sqrt(trust))  # the seed of this run, and of those
+            about = f"{about}, corrected by {', '.join(run.run for run in alike)}"
         around = middle * by_sample / np.median(by_sample)
         deviates = np.random.default_rng(0).standard_normal((DEVIATES, len(by_sample)))
-        nearest = min(doublings(rung.parameters / parameters, rung.tokens / tokens) for rung in self.rungs)
-        low, high = np.percentile(around * (1 + np.hypot(self.noise, FARTHER * nearest) * deviates), COVERED)
-        return Loss(middle, float(low), float(high), self._about(parameters, tokens))
+        low, high = np.percentile(around * (1 + np.hypot(unsure, FARTHER * away) * deviates), COVERED)
+        return Loss(middle, float(low), float(high), about)
 
     def _about(self, parameters: int, tokens: int) -> str:
         """What the law was fitted to, and how far beyond that it is asked."""
@@ -116,17 +132,30 @@ def family_of(recipe: Recipe) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Laws:
-    """Those in the folders beside a run."""
+    """Those in the folders beside a run, and finished runs there."""
 
-    laws: tuple[tuple[Mapping[str, Any], Law], ...] = ()  # each with its family
+    laws: tuple[OfFamily[Law], ...] = ()
+    earlier: tuple[OfFamily[Measured], ...] = ()
     unreadable: tuple[str, ...] = ()  # a line for each file that is no law: of other runs, so no reason to refuse
 
     def expected_loss(self, recipe: Recipe, parameters: int, tokens: int) -> Loss | None:
-        """By the law of the recipe's family with the most rungs; None if there is none."""
-        family = family_of(recipe)
+        """By the law of the recipe's family with the most rungs; without one by earlier runs of just this size and
+        length; None if there are none either."""
+        family, earlier = family_of(recipe), self.earlier_of(recipe)
         laws = [law for whose, law in self.laws if whose == family and len(law.rungs) >= FEWEST_RUNGS]
-        best = max(laws, key=lambda law: len(law.rungs), default=None)
-        return best.predict(parameters, tokens) if best else None
+        if laws:
+            return max(laws, key=lambda law: len(law.rungs)).predict(parameters, tokens, earlier)
+        same = [run for run in earlier if (run.parameters, run.tokens) == (parameters, tokens)]
+        if not same:
+            return None
+        loss, names = fmean(run.loss for run in same), ", ".join(run.run for run in same)
+        off = NormalDist().inv_cdf(COVERED[1] / 100) * SEEDS * math.sqrt(1 + 1 / len(same)) * loss
+        return Loss(loss, loss - off, loss + off, f"{names}, of the same size and length")
+
+    def earlier_of(self, recipe: Recipe) -> list[Measured]:
+        """The finished runs of the recipe's family."""
+        family = family_of(recipe)
+        return [run for whose, run in self.earlier if whose == family]
 
 
 def read_laws(home: str) -> Laws:
@@ -150,7 +179,7 @@ def read_laws(home: str) -> Laws:
             unreadable.append(f"{uri} is left out: it cannot be read ({error.strerror or first_line(error)})")
         except (ValueError, LookupError, OverflowError, TypeError):
             unreadable.append(f"{uri} is left out: it is no scaling law; delete it")
-    return Laws(tuple(laws), tuple(unreadable))
+    return Laws(tuple(laws), unreadable=tuple(unreadable))
 
 
 def _law(read: Mapping[str, Any], name: str) -> Law:
@@ -164,6 +193,11 @@ def _law(read: Mapping[str, Any], name: str) -> Law:
     if not (len(samples) and np.isfinite(numbers).all() and min(terms["p"], *samples[:, -1], *map(min, sizes)) > 0):
         raise ValueError(f"{SCALING} has numbers that no law has")
     return Law(terms, samples, noise, rungs, name)
+
+
+def distance(runs: Sequence[Measured], parameters: int, tokens: int) -> float:
+    """Of a run to the nearest of these, in doublings."""
+    return float(min(doublings(run.parameters / parameters, run.tokens / tokens) for run in runs))
 
 
 def doublings(size: Any, tokens: Any) -> Any:

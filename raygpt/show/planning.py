@@ -10,6 +10,7 @@ from rich.table import Table
 from raygpt import storage
 from raygpt.formatting import ratio_text, short_time, size, time_span
 from raygpt.host import cores
+from raygpt.planning.loss import distance
 from raygpt.show import chart
 from raygpt.show.console import out, show_notes, table_of
 
@@ -81,6 +82,16 @@ def _checkpoints(plan: "Forecast") -> str:
     return f"{plan.checkpoints:,} of {size(plan.checkpoint_bytes)}, {time_span(plan.checkpoint_s)} each at 1 GB/s"
 
 
+def _nearest(plan: "Forecast") -> str:
+    """What the earlier run came to that is nearest in size and length."""
+    size_of = plan.description.block_parameters
+    runs = plan.laws.earlier_of(plan.recipe)
+    if not runs:
+        return ""
+    nearest = min(runs, key=lambda run: distance([run], size_of, plan.tokens))
+    return f"; {escape(nearest.run)} came to {nearest.loss:.3f} with {nearest.tokens:,} tokens"
+
+
 def _mfu(plan: "Forecast") -> str:
     return "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
 
@@ -89,7 +100,7 @@ def _loss(plan: "Forecast") -> str:
     if plan.recipe.run.start_from:
         return "unknown: the run starts from another, and laws are of runs from step 0"
     if plan.loss is None:
-        return "unknown: no scaling law of this model family in run.storage; `raygpt scaling` fits one"
+        return f"unknown: no scaling law of this model family in run.storage; `raygpt scaling` fits one{_nearest(plan)}"
     return f"{plan.loss.loss:.3f}, {plan.loss.low:.3f} to {plan.loss.high:.3f} in 4 of 5 runs, by {plan.loss.rests_on}"
 
 

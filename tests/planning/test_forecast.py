@@ -110,8 +110,8 @@ def test_a_small_steps_kinds_are_no_zeros_and_a_long_change_keeps_its_indent(tmp
 
 def test_a_few_tokens_for_each_parameter_are_not_none(tmp_path, capsys, monkeypatch):
     words = ["gpt2-124m", "--on", "h200", f"run.storage={tmp_path}"]
-    assert "4,915,200 tokens, 0.039 a parameter" in run(capsys, monkeypatch, *words, "training.steps=10")
-    assert "2,369.9 a parameter" in " ".join(run(capsys, monkeypatch, *words).split())
+    assert "4,915,200 tokens, 0.039 tokens per parameter" in run(capsys, monkeypatch, *words, "training.steps=10")
+    assert "2,369.9 tokens per parameter" in " ".join(run(capsys, monkeypatch, *words).split())
 
 
 def test_trials_that_start_from_a_run_are_planned_to_their_end(tmp_path, capsys, monkeypatch):
