@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from raygpt.config.cluster import Cluster, Mesh
 from raygpt.config.data import Data, Source
-from raygpt.config.model import FAMILY, PRESETS, SIZES, Model
+from raygpt.config.model import FAMILY_KEYS, PRESETS, SIZE_KEYS, Model
 from raygpt.config.optimizer import Optimizer
 from raygpt.config.parts import May, Part, multiples_around, shown
 from raygpt.config.run import Run, Track
@@ -23,9 +23,9 @@ from raygpt.config.training import TASKS, Training
 from raygpt.errors import RaygptError
 
 __all__ = [
-    "FAMILY",
+    "FAMILY_KEYS",
     "PRESETS",
-    "SIZES",
+    "SIZE_KEYS",
     "TASKS",
     "Cluster",
     "Data",

@@ -32,8 +32,8 @@ PRESETS |= {
         "softcap": 15.0,
     },
 }
-SIZES = ("layers", "heads", "width")  # which a depth sets
-FAMILY = {key for preset in PRESETS.values() for key in preset} - {*SIZES, "context"}  # which a preset sets
+SIZE_KEYS = ("layers", "heads", "width")  # which a depth sets
+FAMILY_KEYS = {key for preset in PRESETS.values() for key in preset} - {*SIZE_KEYS, "context"}  # which a preset sets
 HEAD, WIDTH_PER_LAYER = 128, 64  # of a model that is chosen by its depth
 GATED = ("swiglu",)
 HIDDEN_MULTIPLE = 128  # of swiglu's hidden layer: matrix units need multiples
@@ -106,7 +106,7 @@ class Model(Part):
             return value
         preset = PRESETS.get(str(value.get("preset")), {})
         family = preset if "layers" not in preset else {}
-        depth = value.get("depth", 12 if family and not any(key in value for key in SIZES) else None)
+        depth = value.get("depth", 12 if family and not any(key in value for key in SIZE_KEYS) else None)
         try:
             sizes = {} if depth is None else _sizes_of(int(depth))
         except (ValueError, TypeError, OverflowError):
@@ -217,4 +217,4 @@ def _default(key: str) -> Any:
 def _sizes_of(depth: int) -> dict[str, int]:
     """Layers, heads and width of a depth: 12 is GPT-2 small's size, 18 its medium's, 30 its largest's."""
     heads = max(1, -(-depth * WIDTH_PER_LAYER // HEAD))
-    return dict(zip(SIZES, (depth, heads, heads * HEAD), strict=True))
+    return dict(zip(SIZE_KEYS, (depth, heads, heads * HEAD), strict=True))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raygpt.config import PRESETS, SIZES, Model
+from raygpt.config import PRESETS, SIZE_KEYS, Model
 from raygpt.engines.base import Arrays
 from raygpt.errors import RaygptError
 from raygpt.interop.family import HEAD, Family
@@ -107,7 +107,7 @@ def _keys(settings: Mapping[str, Any]) -> dict[str, Any]:
         "norm_epsilon": settings.get("layer_norm_epsilon", 1e-5),
         "tied_head": settings.get("tie_word_embeddings", True),
     }
-    published = [name for name, preset in PRESETS.items() if all(keys[key] == preset.get(key) for key in SIZES)]
+    published = [name for name, preset in PRESETS.items() if all(keys[key] == preset.get(key) for key in SIZE_KEYS)]
     return keys | ({"preset": published[0]} if published else {})
 
 

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from raygpt import storage
-from raygpt.config import FAMILY, SIZES, Optimizer, Recipe, Schedule, shown
+from raygpt.config import FAMILY_KEYS, SIZE_KEYS, Optimizer, Recipe, Schedule, shown
 from raygpt.errors import RaygptError
 from raygpt.recipes.explain import explain_first, explain_option, flat, nearest, one_line
 
@@ -31,7 +31,7 @@ def load_recipe(
     values = _parse_file(_read(name), where)
     changes = _changes(overrides)
     # The file's keys would override those of another preset or depth. Its context stays.
-    for change, keys in (("model.depth", SIZES), ("model.preset", (*SIZES, *FAMILY))):
+    for change, keys in (("model.depth", SIZE_KEYS), ("model.preset", (*SIZE_KEYS, *FAMILY_KEYS))):
         if changes.get(change) is not None:
             values = {key: value for key, value in values.items() if key.removeprefix("model.") not in keys}
     # The file's rates are for another optimizer, its shape for another schedule. Its warm-up stays.
