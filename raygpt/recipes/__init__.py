@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from raygpt import storage
-from raygpt.config import FAMILY_KEYS, SIZE_KEYS, Optimizer, Recipe, Schedule, shown
+from raygpt.config import FAMILY_KEYS, PRESETS, SIZE_KEYS, Optimizer, Recipe, Schedule, shown
 from raygpt.errors import RaygptError
 from raygpt.recipes.explain import explain_first, explain_option, flat, nearest, one_line
 
@@ -54,10 +54,12 @@ def read_recipe(path: str) -> Recipe:
 def _without_replaced(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """A file's keys without those that it has for another model, optimizer, schedule or length than the overrides'."""
     replaced: set[str] = set()
-    # The file's keys would override those of another preset or depth. Its context stays.
+    # The file's keys would override those of another preset or depth. Its context stays, and its depth for a family.
     for change, keys in (("depth", SIZE_KEYS), ("preset", (*SIZE_KEYS, *FAMILY_KEYS))):
         if changes.get(f"model.{change}") is not None:
             replaced |= {f"model.{key}" for key in keys}
+    if "layers" in PRESETS.get(str(changes.get("model.preset")), {}):
+        replaced.add("model.depth")
     # The file's rates are for another optimizer, its shape for another schedule. Its warm-up stays.
     for part, kind in (("optimizer", Optimizer().kind), ("schedule", Schedule().kind)):
         before = values.get(f"{part}.kind", kind)
