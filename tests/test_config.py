@@ -48,6 +48,14 @@ def test_a_preset_in_an_override_replaces_the_sizes_of_the_file_but_not_its_cont
     assert (model.layers, model.heads, model.width, model.context) == (6, 12, 768, 128)
 
 
+@pytest.mark.parametrize("preset", ["llama", "qwen3", "nanochat"])
+def test_a_family_without_sizes_has_a_depth_of_12_also_where_the_depth_is_null(preset: str) -> None:
+    for model in (Model.model_validate({"preset": preset}), Model.model_validate({"preset": preset, "depth": None})):
+        assert (model.depth, model.layers, model.heads, model.width) == (12, 12, 6, 768)
+    whole = Model.model_validate({"preset": preset, "depth": None, "layers": 2, "heads": 2, "width": 32})
+    assert (whole.depth, whole.layers, whole.heads, whole.width) == (None, 2, 2, 32)
+
+
 @pytest.mark.parametrize(
     ("overrides", "sizes"),
     [

@@ -218,6 +218,16 @@ BAD_COMBINATIONS = [
         "model.width: 130 does not divide into model.heads 4 equal heads; write 128 or 132",
     ),
     (
+        {"model.preset": "llama", "model.layers": 24},
+        "model.heads: is missing beside model.layers 24, and preset llama has no size of its own; "
+        "write model.depth instead, or all of layers, heads and width",
+    ),
+    (
+        {"model": {"preset": "qwen3", "depth": None, "heads": 4, "width": 256}},
+        "model.layers: is missing beside model.heads 4, and preset qwen3 has no size of its own; "
+        "write model.depth instead, or all of layers, heads and width",
+    ),
+    (
         {"data.limit": 5, "data.split": "huggingface"},
         "data.limit: 5 is not for data.split huggingface, which draws from all rows; write data.split: documents",
     ),

@@ -106,7 +106,9 @@ class Model(Part):
             return value
         preset = PRESETS.get(str(value.get("preset")), {})
         family = preset if "layers" not in preset else {}
-        depth = value.get("depth", 12 if family and not any(key in value for key in SIZE_KEYS) else None)
+        depth = value.get("depth")
+        if depth is None and family and not any(key in value for key in SIZE_KEYS):
+            depth = 12
         try:
             sizes = {} if depth is None else _sizes_of(int(depth))
         except (ValueError, TypeError, OverflowError):
@@ -142,6 +144,17 @@ class Model(Part):
             "hidden": self.size_of_hidden != 4 * self.width,
         }
         return differs | {key: getattr(self, key) for key, other in sizes.items() if other}
+
+    @model_validator(mode="after")
+    def _sizes_are_complete(self) -> Self:
+        given = [key for key in SIZE_KEYS if key in self.model_fields_set]
+        missing = [key for key in SIZE_KEYS if key not in given]
+        if self.preset and given and missing:  # the defaults are a tiny GPT-2's
+            raise ValueError(
+                f"model.{missing[0]}: is missing beside model.{given[0]} {getattr(self, given[0])}, and preset "
+                f"{self.preset} has no size of its own; write model.depth instead, or all of layers, heads and width"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
