@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from raygpt.config import Model
 from raygpt.engines.base import Arrays
 from raygpt.errors import RaygptError
-from raygpt.interop.family import HEAD
+from raygpt.interop.family import HEAD, taken
 from raygpt.models import Description, Parameter
 
 TOP = {"tokens": "model.embed_tokens.weight", "norm.gain": "model.norm.weight", "head": HEAD}  # ours -> theirs
@@ -66,9 +66,7 @@ def from_hugging_face(
 
 def _taken(left: dict[str, NDArray[Any]], parameter: Parameter, description: Description, name: str) -> NDArray[Any]:
     """One layer's array, in our layout."""
-    array, shape = left.pop(name), _their_shape(parameter, description)
-    if array.shape != shape:
-        raise ValueError(f"{name} is {[*array.shape]}, and should be {[*shape]}")
+    array = taken(left, name, _their_shape(parameter, description))
     return (array.T if parameter.role == "matrix" else array).reshape(description.own_shape(parameter))
 
 

@@ -52,6 +52,14 @@ class Family:
         return {name: np.ascontiguousarray(array) for name, array in named.items()}
 
 
+def taken(left: dict[str, NDArray[Any]], name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    """The array of that name, which is then no longer among those that are left; ValueError if its shape is another."""
+    array = left.pop(name)
+    if array.shape != shape:
+        raise ValueError(f"{name} is {[*array.shape]}, and should be {[*shape]}")
+    return array
+
+
 def unlike(model: Model, expected: Mapping[str, Any]) -> dict[str, Any]:
     """The keys, with the model's values, that are not as expected."""
     return {key: getattr(model, key) for key, value in expected.items() if getattr(model, key) != value}
