@@ -32,7 +32,7 @@ BLOCK = {  # ours, below `blocks.` -> theirs, below `model.layers.N.`
 }
 PREFIX = "model."
 UNUSED = (".rotary_emb.inv_freq",)  # of older files: RoPE's frequencies, which follow from the config
-# Our keys as all of these classes have them. No class at all has value embeddings and x0 mixing.
+# Our keys as all of these classes have them. No class at all has value embeddings, x0 mixing or head gates.
 LAYERS = {"norm": "rms", "position": "rope", "value_embeddings": 0, "x0_mixing": False, "head_gates": False}
 ROPE_BASE = 1e4  # transformers' default
 
