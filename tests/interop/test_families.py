@@ -286,6 +286,16 @@ def test_what_a_config_does_not_have_or_has_as_null_of_rope_is_transformers_defa
     assert (keys["rope_base"], keys["rope_share"]) == (base, share)
 
 
+@pytest.mark.parametrize("keys", [LLAMA, NANOCHAT, SIZES])
+def test_a_model_in_fp64_is_exported_in_fp32(keys):
+    model = Model.model_validate({**keys, "precision": "fp64"})
+    parameters = {name: array.astype(np.float64) for name, array in random_parameters(model).items()}
+    family = family_of(model)
+    assert {array.dtype for array in family.exported(parameters, model, VOCAB).values()} == {np.dtype(np.float32)}
+    config = family.full_config(model, VOCAB, 256)
+    assert config["torch_dtype"] == "float32"
+
+
 def test_configs_before_transformers_5_are_read(tmp_path):
     theirs(tmp_path / "theirs", "Llama", rope_parameters={"rope_type": "default", "rope_theta": 100.0})
     expected, _ = by_transformers(tmp_path / "theirs")
