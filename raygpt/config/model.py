@@ -37,6 +37,7 @@ FAMILY_KEYS = {key for preset in PRESETS.values() for key in preset} - {*SIZE_KE
 HEAD, WIDTH_PER_LAYER = 128, 64  # of a model that is chosen by its depth
 GATED = ("swiglu",)
 HIDDEN_MULTIPLE = 128  # of swiglu's hidden layer: matrix units need multiples
+DERIVED = {"head_size": "size_of_head", "kv_heads": "key_heads", "hidden": "size_of_hidden"}  # key -> its size, if null
 
 
 class Model(Part):
@@ -133,6 +134,14 @@ class Model(Part):
     def has_gate(self) -> bool:
         """Whether the MLP's hidden layer is multiplied by a second one, its gate."""
         return self.mlp in GATED
+
+    def without_derived(self) -> Self:
+        """The same model with null for sizes that follow from others, as in a recipe that does not set them."""
+        model = self
+        for key, size in DERIVED.items():
+            without = model.model_copy(update={key: None})
+            model = without if getattr(without, size) == getattr(model, size) else model
+        return model
 
     @property
     def unlike_gpt2(self) -> dict[str, Any]:
