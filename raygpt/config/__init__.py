@@ -165,7 +165,7 @@ class Recipe(Part):
                 f"{cluster.workers} would be on one GPU, where they cannot exchange gradients; "
                 "write cluster.workers: 1, or leave GPU out"
             )
-        return None
+        return self.optimizer.without_effect(self.model)
 
     def indivisible(self, mesh: Mapping[str, int]) -> tuple[str, str, int] | None:
         """An axis of a mesh that does not divide the model, with the key and its value; None if all do."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from raygpt.config.parts import Integer, May, Number, Part, multiples_around, shown
+from raygpt.config.parts import Integer, May, Number, Part, multiples_around, no_effect, shown
 
 # What a preset sets, where the recipe does not: a published size of GPT-2, or the keys of a family, of any depth.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -202,11 +202,10 @@ class Model(Part):
     @model_validator(mode="after")
     def _keys_fit_each_other(self) -> Self:
         for key in ("rope_base", "rope_share"):
-            if self.position != "rope" and getattr(self, key) != _default(key):
-                raise ValueError(
-                    f"model.{key}: {getattr(self, key)} has no effect with model.position {self.position}; "
-                    f"write model.position: rope, or leave model.{key} at {_default(key):g}"
-                )
+            value, default = getattr(self, key), _default(key)
+            if self.position != "rope" and value != default:
+                beside = f"model.position {self.position}"
+                raise ValueError(no_effect(f"model.{key}", value, default, beside, "model.position: rope"))
         if self.norm == "layer" and self.bias and not self.norm_gain:
             raise ValueError("model.norm_gain: a LayerNorm with a bias has a gain too; write model.bias: false")
         if self.implementation == "huggingface" and self.unlike_gpt2:
