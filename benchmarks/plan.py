@@ -127,7 +127,7 @@ CASES = (
 SMALL = ("data.tokenizer=bpe:4096",)
 WIDE = (*SMALL, "model.width=256", "model.heads=4")
 DEEP = (*SMALL, "model.layers=8", "model.width=192", "model.heads=3")
-LLAMA = (*SMALL, "model.preset=llama", "model.width=192", "model.heads=3")
+LLAMA = (*SMALL, "model.preset=llama", "model.layers=4", "model.width=192", "model.heads=3")
 CPU_CASES = (
     Case("jax", "gpt2-tiny", 32, 128, fit=True, overrides=SMALL, vocab=4096),
     Case("torch", "gpt2-tiny", 32, 128, fit=True, overrides=SMALL, vocab=4096),

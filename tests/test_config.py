@@ -48,6 +48,31 @@ def test_a_preset_in_an_override_replaces_the_sizes_of_the_file_but_not_its_cont
     assert (model.layers, model.heads, model.width, model.context) == (6, 12, 768, 128)
 
 
+@pytest.mark.parametrize("preset", ["llama", "qwen3", "nanochat"])
+def test_a_family_without_sizes_has_a_depth_of_12_also_where_the_depth_is_null(preset: str) -> None:
+    for model in (Model.model_validate({"preset": preset}), Model.model_validate({"preset": preset, "depth": None})):
+        assert (model.depth, model.layers, model.heads, model.width) == (12, 12, 6, 768)
+    whole = Model.model_validate({"preset": preset, "depth": None, "layers": 2, "heads": 2, "width": 32})
+    assert (whole.depth, whole.layers, whole.heads, whole.width) == (None, 2, 2, 32)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        (["model.preset=gpt2-medium"], (None, 24, 16, 1024)),
+        (["model.preset=gpt2-medium", "model.depth=6"], (6, 6, 3, 384)),
+        (["model.preset=gpt2-medium", "model.depth=null"], (None, 24, 16, 1024)),
+        (["model.preset=llama"], (18, 18, 9, 1152)),
+        (["model.preset=null"], (18, 18, 9, 1152)),
+    ],
+)
+def test_a_preset_with_a_size_in_an_override_replaces_the_files_depth_and_a_family_does_not(
+    overrides: list[str], sizes: tuple[int | None, ...]
+) -> None:
+    model = load_recipe("modern-350m", overrides).model
+    assert (model.depth, model.layers, model.heads, model.width) == sizes
+
+
 def test_a_preset_in_an_override_replaces_the_family_of_a_recipe_that_writes_every_key(file: Any) -> None:
     whole = file(load_recipe("tiny", ["model.dropout=0.1"]).to_yaml())
     assert load_recipe(whole, ["model.preset=gpt2"]).model == Model(preset="gpt2", context=128, dropout=0.1)

@@ -6,10 +6,14 @@ A line is compared as a whole, after "recipe 'gpt2-tiny': ".
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from test_config import refusal
 
+from raygpt.config import Model, Optimizer
+from raygpt.engines import muon
+from raygpt.models import describe
 from raygpt.recipes import load_recipe
 from raygpt.recipes.explain import OTHER_NAMES, keys
 from raygpt.runs import open_run
@@ -218,6 +222,16 @@ BAD_COMBINATIONS = [
         "model.width: 130 does not divide into model.heads 4 equal heads; write 128 or 132",
     ),
     (
+        {"model.preset": "llama", "model.layers": 24},
+        "model.heads: is missing beside model.layers 24, and preset llama has no size of its own; "
+        "write model.depth instead, or all of layers, heads and width",
+    ),
+    (
+        {"model": {"preset": "qwen3", "depth": None, "heads": 4, "width": 256}},
+        "model.layers: is missing beside model.heads 4, and preset qwen3 has no size of its own; "
+        "write model.depth instead, or all of layers, heads and width",
+    ),
+    (
         {"data.limit": 5, "data.split": "huggingface"},
         "data.limit: 5 is not for data.split huggingface, which draws from all rows; write data.split: documents",
     ),
@@ -281,7 +295,7 @@ BAD_COMBINATIONS = [
     ),
     (
         {"schedule.end": 0, "schedule.kind": "constant"},
-        "schedule.end: 0.0 has no effect with schedule.kind constant; "
+        "schedule.end: 0 has no effect with schedule.kind constant; "
         "write e.g. schedule.kind: cosine, or leave schedule.end at 0.1",
     ),
     (
@@ -293,6 +307,36 @@ BAD_COMBINATIONS = [
         {"optimizer.cautious": True},
         "optimizer.cautious: true has no effect with optimizer.kind adamw; "
         "write optimizer.kind: muon, or leave optimizer.cautious at false",
+    ),
+    (
+        {"model.rope_base": 500},
+        "model.rope_base: 500 has no effect with model.position learned; "
+        "write model.position: rope, or leave model.rope_base at 10000",
+    ),
+    (
+        {"model.preset": "nanochat", "optimizer": {"kind": "muon", "gain_rate": 0.1}},
+        "optimizer.gain_rate: 0.1 has no effect with a model that has no gains, biases or gates; "
+        "write e.g. model.norm_gain: true, or leave optimizer.gain_rate at 0.02",
+    ),
+    (
+        {"model": {"preset": "llama", "tied_head": True}, "optimizer": {"kind": "muon", "embedding_rate": 0.1}},
+        "optimizer.embedding_rate: 0.1 has no effect with a model whose only table is trained as its head; "
+        "write optimizer.head_rate: 0.1, or leave optimizer.embedding_rate at 0.2",
+    ),
+    (
+        {"optimizer": {"kind": "muon", "cautious": False}},
+        "optimizer.cautious: false has no effect with optimizer.weight_decay 0; "
+        "write e.g. optimizer.weight_decay: 0.1, or leave optimizer.cautious at true",
+    ),
+    (
+        {"optimizer": {"kind": "muon", "decay": "all"}},
+        "optimizer.decay: all has no effect with optimizer.weight_decay 0; "
+        "write e.g. optimizer.weight_decay: 0.1, or leave optimizer.decay at matrices",
+    ),
+    (
+        {"optimizer": {"kind": "muon", "momentum": 0.85, "momentum_warmup": 50}},
+        "optimizer.momentum_warmup: 50 has no effect with optimizer.momentum 0.85, since it can only rise from 0.85; "
+        "write e.g. optimizer.momentum: 0.9, or leave optimizer.momentum_warmup at 100",
     ),
     (
         {"engine": "torch", "model.implementation": "huggingface", "optimizer.kind": "muon"},
@@ -417,6 +461,49 @@ def test_a_run_of_an_earlier_version_is_read_with_settings_that_are_refused_now(
     recipe["training"]["accumulation"] = 33
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert open_run(str(tmp_path)).recipe.training.accumulation == 33
+
+
+# What the rates of Muon's AdamW are for: each needs one of these.
+WITHOUT = {"preset": "nanochat", "depth": 2, "tied_head": True}
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        ({"norm_gain": True}, {"gain_rate": 0.1}),
+        ({"bias": True}, {"gain_rate": 0.1}),
+        ({"x0_mixing": True}, {"gain_rate": 0.1}),
+        ({"head_gates": True}, {"gain_rate": 0.1}),
+        ({"value_embeddings": 1}, {"gain_rate": 0.1, "embedding_rate": 0.1}),
+        ({"tied_head": False}, {"embedding_rate": 0.1}),
+        ({"position": "learned"}, {"embedding_rate": 0.1}),
+        ({}, {"weight_decay": 0.1, "cautious": False, "decay": "all"}),
+        ({}, {"momentum": 0.86, "momentum_warmup": 3}),
+        ({}, {"momentum": 0.5, "weight_decay": 0, "gain_rate": 0.02, "embedding_rate": 0.2}),  # the defaults
+    ],
+)
+def test_keys_of_muon_are_taken_with_a_model_that_they_change(model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+    whole = {**WITHOUT, **model}
+    recipe = load_recipe("gpt2-tiny", {"model": whole, "optimizer": {"kind": "muon", **optimizer}})
+    roles = {parameter.role for parameter in describe(recipe.model, 300).parameters}
+    assert "gain_rate" not in optimizer or optimizer["gain_rate"] == 0.02 or roles & {"gain", "bias", "gate"}
+    assert "embedding_rate" not in optimizer or optimizer["embedding_rate"] == 0.2 or "embedding" in roles
+
+
+def test_the_models_without_a_use_for_a_rate_have_no_such_parameters() -> None:
+    assert {parameter.role for parameter in describe(Model.model_validate(WITHOUT), 300).parameters} == {
+        "matrix",
+        "head",
+    }
+
+
+@pytest.mark.parametrize(("momentum", "has_effect"), [(0.85, False), (0.86, True)])
+def test_a_momentum_that_does_not_rise_is_that_of_the_engines(momentum: float, has_effect: bool) -> None:
+    values = {"kind": "muon", "momentum": momentum}
+    found = {muon.momentum(Optimizer(**values, momentum_warmup=steps), np.float64(2)) for steps in (3, 100)}
+    assert (len(found) == 2) == has_effect
+    idle = Optimizer(**values, momentum_warmup=3).without_effect(Model())
+    assert (idle is None) == has_effect
 
 
 def test_wsd_takes_a_decay_share_and_a_mixture_may_be_sequential() -> None:

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from raygpt.config.cluster import Cluster, Mesh
 from raygpt.config.data import Data, Source
-from raygpt.config.model import FAMILY, PRESETS, SIZES, Model
+from raygpt.config.model import FAMILY_KEYS, PRESETS, SIZE_KEYS, Model
 from raygpt.config.optimizer import Optimizer
 from raygpt.config.parts import May, Part, multiples_around, shown
 from raygpt.config.run import Run, Track
@@ -23,9 +23,9 @@ from raygpt.config.training import TASKS, Training
 from raygpt.errors import RaygptError
 
 __all__ = [
-    "FAMILY",
+    "FAMILY_KEYS",
     "PRESETS",
-    "SIZES",
+    "SIZE_KEYS",
     "TASKS",
     "Cluster",
     "Data",
@@ -165,7 +165,7 @@ class Recipe(Part):
                 f"{cluster.workers} would be on one GPU, where they cannot exchange gradients; "
                 "write cluster.workers: 1, or leave GPU out"
             )
-        return None
+        return self.optimizer.without_effect(self.model)
 
     def indivisible(self, mesh: Mapping[str, int]) -> tuple[str, str, int] | None:
         """An axis of a mesh that does not divide the model, with the key and its value; None if all do."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from raygpt.config.parts import Integer, May, Number, Part, multiples_around, shown
+from raygpt.config.parts import Integer, May, Number, Part, multiples_around, no_effect, shown
 
 # What a preset sets, where the recipe does not: a published size of GPT-2, or the keys of a family, of any depth.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -32,11 +32,12 @@ PRESETS |= {
         "softcap": 15.0,
     },
 }
-SIZES = ("layers", "heads", "width")  # which a depth sets
-FAMILY = {key for preset in PRESETS.values() for key in preset} - {*SIZES, "context"}  # which a preset sets
+SIZE_KEYS = ("layers", "heads", "width")  # which a depth sets
+FAMILY_KEYS = {key for preset in PRESETS.values() for key in preset} - {*SIZE_KEYS, "context"}  # which a preset sets
 HEAD, WIDTH_PER_LAYER = 128, 64  # of a model that is chosen by its depth
 GATED = ("swiglu",)
 HIDDEN_MULTIPLE = 128  # of swiglu's hidden layer: matrix units need multiples
+DERIVED = {"head_size": "size_of_head", "kv_heads": "key_heads", "hidden": "size_of_hidden"}  # key -> its size, if null
 
 
 class Model(Part):
@@ -106,7 +107,9 @@ class Model(Part):
             return value
         preset = PRESETS.get(str(value.get("preset")), {})
         family = preset if "layers" not in preset else {}
-        depth = value.get("depth", 12 if family and not any(key in value for key in SIZES) else None)
+        depth = value.get("depth")
+        if depth is None and family and not any(key in value for key in SIZE_KEYS):
+            depth = 12
         try:
             sizes = {} if depth is None else _sizes_of(int(depth))
         except (ValueError, TypeError, OverflowError):
@@ -132,6 +135,14 @@ class Model(Part):
         """Whether the MLP's hidden layer is multiplied by a second one, its gate."""
         return self.mlp in GATED
 
+    def without_derived(self) -> Self:
+        """The same model with null for sizes that follow from others, as in a recipe that does not set them."""
+        model = self
+        for key, size in DERIVED.items():
+            without = model.model_copy(update={key: None})
+            model = without if getattr(without, size) == getattr(model, size) else model
+        return model
+
     @property
     def unlike_gpt2(self) -> dict[str, Any]:
         """The keys, with their values, by which the layers differ from GPT-2's."""
@@ -142,6 +153,17 @@ class Model(Part):
             "hidden": self.size_of_hidden != 4 * self.width,
         }
         return differs | {key: getattr(self, key) for key, other in sizes.items() if other}
+
+    @model_validator(mode="after")
+    def _sizes_are_complete(self) -> Self:
+        given = [key for key in SIZE_KEYS if key in self.model_fields_set]
+        missing = [key for key in SIZE_KEYS if key not in given]
+        if self.preset and given and missing:  # the defaults are a tiny GPT-2's
+            raise ValueError(
+                f"model.{missing[0]}: is missing beside model.{given[0]} {getattr(self, given[0])}, and preset "
+                f"{self.preset} has no size of its own; write model.depth instead, or all of layers, heads and width"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
@@ -180,11 +202,10 @@ class Model(Part):
     @model_validator(mode="after")
     def _keys_fit_each_other(self) -> Self:
         for key in ("rope_base", "rope_share"):
-            if self.position != "rope" and getattr(self, key) != _default(key):
-                raise ValueError(
-                    f"model.{key}: {getattr(self, key)} has no effect with model.position {self.position}; "
-                    f"write model.position: rope, or leave model.{key} at {_default(key):g}"
-                )
+            value, default = getattr(self, key), _default(key)
+            if self.position != "rope" and value != default:
+                beside = f"model.position {self.position}"
+                raise ValueError(no_effect(f"model.{key}", value, default, beside, "model.position: rope"))
         if self.norm == "layer" and self.bias and not self.norm_gain:
             raise ValueError("model.norm_gain: a LayerNorm with a bias has a gain too; write model.bias: false")
         if self.implementation == "huggingface" and self.unlike_gpt2:
@@ -217,4 +238,4 @@ def _default(key: str) -> Any:
 def _sizes_of(depth: int) -> dict[str, int]:
     """Layers, heads and width of a depth: 12 is GPT-2 small's size, 18 its medium's, 30 its largest's."""
     heads = max(1, -(-depth * WIDTH_PER_LAYER // HEAD))
-    return dict(zip(SIZES, (depth, heads, heads * HEAD), strict=True))
+    return dict(zip(SIZE_KEYS, (depth, heads, heads * HEAD), strict=True))

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from raygpt.config.parts import Beta, Integer, Number, Part
+from raygpt.config.model import Model
+from raygpt.config.parts import Beta, Integer, Number, Part, no_effect, written
 
 # What muon sets where the recipe does not. A matrix's update is orthogonal whatever the gradient's size: the rate is
 # high, and nothing need be clipped.
@@ -19,6 +20,7 @@ MUON: dict[str, Any] = {
     "clip": None,
 }
 REFERENCE_WIDTH = 768  # at which AdamW's rates beside Muon are those of the recipe
+FIRST_MOMENTUM = 0.85  # from which muon's rises, as engines/muon.py computes it
 MUON_ONLY = ("momentum", "momentum_warmup", "embedding_rate", "head_rate", "gain_rate", "cautious")
 
 
@@ -66,11 +68,36 @@ class Optimizer(Part):
         for key in MUON_ONLY:
             value, default = getattr(self, key), Optimizer.model_fields[key].default
             if self.kind == "adamw" and value != default:
-                raise ValueError(
-                    f"optimizer.{key}: {_written(value)} has no effect with optimizer.kind adamw; "
-                    f"write optimizer.kind: muon, or leave optimizer.{key} at {_written(default)}"
-                )
+                beside, remedy = "optimizer.kind adamw", "optimizer.kind: muon"
+                raise ValueError(no_effect(f"optimizer.{key}", value, default, beside, remedy))
         return self
+
+    def without_effect(self, model: Model) -> str | None:
+        """In one line, a key of muon with another value than its default that changes nothing; None without one."""
+        if self.kind != "muon":
+            return None
+        for key, (beside, remedy) in self._idle_keys_of_muon(model).items():
+            value, default = getattr(self, key), MUON.get(key, Optimizer.model_fields[key].default)
+            if value != default:
+                return no_effect(f"optimizer.{key}", value, default, beside, remedy)
+        return None
+
+    def _idle_keys_of_muon(self, model: Model) -> dict[str, tuple[str, str]]:
+        """Keys that change nothing, with what makes them so and what to write for them to have an effect."""
+        idle: dict[str, tuple[str, str]] = {}
+        # `models/description.py` lists the parameters of each role.
+        if not (model.norm_gain or model.bias or model.x0_mixing or model.head_gates or model.value_embeddings):
+            idle["gain_rate"] = ("a model that has no gains, biases or gates", "e.g. model.norm_gain: true")
+        if model.tied_head and model.position != "learned" and not model.value_embeddings:
+            remedy = f"optimizer.head_rate: {written(self.embedding_rate)}"
+            idle["embedding_rate"] = ("a model whose only table is trained as its head", remedy)
+        if self.weight_decay == 0:
+            for key in ("cautious", "decay"):
+                idle[key] = ("optimizer.weight_decay 0", "e.g. optimizer.weight_decay: 0.1")
+        if self.momentum <= FIRST_MOMENTUM:
+            beside = f"optimizer.momentum {written(self.momentum)}, since it can only rise from {FIRST_MOMENTUM}"
+            idle["momentum_warmup"] = (beside, "e.g. optimizer.momentum: 0.9")
+        return idle
 
     def peak_rate(self, role: str, width: int) -> float:
         """The highest rate of a role's parameters in a model of that width.
@@ -88,8 +115,3 @@ class Optimizer(Part):
         """Whether the parameters of a role decay."""
         embeddings = self.kind == "adamw" and role in ("embedding", "head")
         return self.decay == "all" or role == "matrix" or embeddings
-
-
-def _written(value: Any) -> str:
-    """As YAML has it."""
-    return str(value).lower()

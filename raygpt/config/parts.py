@@ -53,6 +53,17 @@ def multiples_around(number: int, of: int) -> str:
     return f"{below} or {below + of}" if below else f"{of}"
 
 
+def no_effect(key: str, value: object, default: object, beside: str, remedy: str) -> str:
+    """The line with which a key is refused that changes nothing beside others: what to write for it to have an effect,
+    and its default."""
+    return f"{key}: {written(value)} has no effect with {beside}; write {remedy}, or leave {key} at {written(default)}"
+
+
+def written(value: object) -> str:
+    """A number or a word as YAML has it: true, 10000."""
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
+
+
 def shown(value: object) -> str:
     """A value as an error quotes it: short, and on one line."""
     text = "null" if value is None else repr(value)

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from raygpt.config.parts import Integer, Number, Part
+from raygpt.config.parts import Integer, Number, Part, no_effect
 
 
 class Schedule(Part):
@@ -21,17 +21,14 @@ class Schedule(Part):
     @model_validator(mode="after")
     def _no_idle_keys(self) -> Self:
         # Compared with the default, because a resolved recipe writes every key.
-        defaults = {name: field.default for name, field in Schedule.model_fields.items()}
-        if self.kind != "wsd" and self.decay_share != defaults["decay_share"]:
-            raise ValueError(
-                f"schedule.decay_share: {self.decay_share} has no effect with schedule.kind {self.kind}; "
-                "write schedule.kind: wsd, or leave schedule.decay_share at 0.2"
-            )
-        if self.kind == "constant" and self.end != defaults["end"]:
-            raise ValueError(
-                f"schedule.end: {self.end} has no effect with schedule.kind constant; "
-                "write e.g. schedule.kind: cosine, or leave schedule.end at 0.1"
-            )
+        idle = {
+            "decay_share": (self.kind != "wsd", "schedule.kind: wsd"),
+            "end": (self.kind == "constant", "e.g. schedule.kind: cosine"),
+        }
+        for key, (is_idle, remedy) in idle.items():
+            value, default = getattr(self, key), Schedule.model_fields[key].default
+            if is_idle and value != default:
+                raise ValueError(no_effect(f"schedule.{key}", value, default, f"schedule.kind {self.kind}", remedy))
         return self
 
     def fraction(self, step: Any, steps: int, xp: Any) -> Any:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from raygpt.config import Model
 from raygpt.engines.base import Arrays
 from raygpt.errors import RaygptError
-from raygpt.interop.family import HEAD
+from raygpt.interop.family import HEAD, taken
 from raygpt.models import Description, Parameter
 
 TOP = {"tokens": "model.embed_tokens.weight", "norm.gain": "model.norm.weight", "head": HEAD}  # ours -> theirs
@@ -32,9 +32,11 @@ BLOCK = {  # ours, below `blocks.` -> theirs, below `model.layers.N.`
 }
 PREFIX = "model."
 UNUSED = (".rotary_emb.inv_freq",)  # of older files: RoPE's frequencies, which follow from the config
-# Our keys as all of these classes have them. No class at all has value embeddings and x0 mixing.
+# Our keys as all of these classes have them. No class at all has value embeddings, x0 mixing or head gates.
 LAYERS = {"norm": "rms", "position": "rope", "value_embeddings": 0, "x0_mixing": False, "head_gates": False}
-ROPE_BASE = 1e4  # transformers' default
+# Transformers' defaults; configs before transformers 5 have these keys beside the others.
+ROPE_NUMBERS = {"rope_theta": 1e4, "partial_rotary_factor": 1.0}
+ROPE_KEYS = {"rope_type", "type", "factor", *ROPE_NUMBERS}  # with another, e.g. full_attention, layers may differ
 
 
 def to_hugging_face(
@@ -66,9 +68,7 @@ def from_hugging_face(
 
 def _taken(left: dict[str, NDArray[Any]], parameter: Parameter, description: Description, name: str) -> NDArray[Any]:
     """One layer's array, in our layout."""
-    array, shape = left.pop(name), _their_shape(parameter, description)
-    if array.shape != shape:
-        raise ValueError(f"{name} is {[*array.shape]}, and should be {[*shape]}")
+    array = taken(left, name, _their_shape(parameter, description))
     return (array.T if parameter.role == "matrix" else array).reshape(description.own_shape(parameter))
 
 
@@ -141,10 +141,15 @@ def _rope(model: Model) -> dict[str, Any]:
 
 
 def _base_and_share(settings: Mapping[str, Any]) -> tuple[float, float]:
-    """rope_base and rope_share; frequencies that are scaled in another way are refused."""
-    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    """rope_base and rope_share; a RoPE of another form, or with frequencies that are scaled, is refused."""
+    given = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    inner = given if isinstance(given, Mapping) else {"rope_parameters": given}
+    written = {**inner, **{key: settings.get(key) for key in ROPE_NUMBERS if inner.get(key) is None}}
+    rope = {key: value for key, value in written.items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    share = rope.get("partial_rotary_factor", settings.get("partial_rotary_factor")) or 1.0
-    if not (share == 1 if kind == "default" else kind == "proportional" and rope.get("factor", 1.0) == 1.0):
+    base, share = (rope.get(key, default) for key, default in ROPE_NUMBERS.items())
+    is_known = rope.keys() <= ROPE_KEYS and all(isinstance(number, int | float) for number in (base, share))
+    is_whole, is_part = kind == "default" and share == 1, kind == "proportional" and rope.get("factor", 1.0) == 1.0
+    if not (is_known and (is_whole or is_part)):
         raise RaygptError(f"its RoPE is {rope}, and raygpt's is not scaled; name another model")
-    return float(rope.get("rope_theta", settings.get("rope_theta", ROPE_BASE))), float(share)
+    return float(base), float(share)

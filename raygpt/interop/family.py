@@ -43,13 +43,21 @@ class Family:
         return {**names, **self.config(self.widened(model), vocab, end_of_text)}
 
     def exported(self, parameters: Arrays, model: Model, vocab: int) -> dict[str, NDArray[Any]]:
-        """Arrays as the class loads them. Biases that the model does not have are zero, gains are one."""
+        """Arrays as the class loads them, in fp32. Biases that the model does not have are zero, gains are one."""
         description = describe(self.widened(model), vocab)
         shapes = description.shapes
         missing = (p for p in description.parameters if p.name not in parameters)
         constants = {p.name: np.full(shapes[p.name], p.initial.size, np.float32) for p in missing}
         named = self.to_hugging_face({**parameters, **constants}, description)
-        return {name: np.ascontiguousarray(array) for name, array in named.items()}
+        return {name: np.ascontiguousarray(array, dtype=np.float32) for name, array in named.items()}
+
+
+def taken(left: dict[str, NDArray[Any]], name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    """The array of that name, which is then no longer among those that are left; ValueError if its shape is another."""
+    array = left.pop(name)
+    if array.shape != shape:
+        raise ValueError(f"{name} is {[*array.shape]}, and should be {[*shape]}")
+    return array
 
 
 def unlike(model: Model, expected: Mapping[str, Any]) -> dict[str, Any]:

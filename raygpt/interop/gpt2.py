@@ -1,15 +1,16 @@
 """GPT-2 as transformers has it: the names and layouts of its weights, and its config."""
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raygpt.config import PRESETS, SIZES, Model
+from raygpt.config import PRESETS, SIZE_KEYS, Model
 from raygpt.engines.base import Arrays
 from raygpt.errors import RaygptError
-from raygpt.interop.family import HEAD, Family
+from raygpt.interop.family import HEAD, Family, taken
 from raygpt.models import Description
 
 TOP = {  # ours -> theirs
@@ -36,18 +37,32 @@ def to_hugging_face(parameters: Arrays, description: Description) -> dict[str, N
 
 
 def from_hugging_face(arrays: Arrays, description: Description) -> dict[str, NDArray[Any]]:
-    """The inverse; KeyError if an array is missing, ValueError if a shape is wrong."""
-    named = {ours: arrays[theirs] for ours, theirs in TOP.items() if ours in description.by_name}
+    """The inverse; KeyError if an array is missing, ValueError if a shape is wrong or an array is unknown."""
+    left = dict(arrays)
+    named = {
+        ours: taken(left, theirs, description.shapes[ours])
+        for ours, theirs in TOP.items()
+        if ours in description.by_name
+    }
     layers: dict[str, list[NDArray[Any]]] = {}
     for layer in range(description.sizes["layer"]):
         for ours, theirs in _block(layer, description).items():
-            for name, part in zip(ours, np.split(arrays[theirs], len(ours), axis=-1), strict=True):
+            together = taken(left, theirs, _their_shape(ours, description))
+            for name, part in zip(ours, np.split(together, len(ours), axis=-1), strict=True):
                 layers.setdefault(f"blocks.{name}", []).append(part)
     named |= {name: np.stack(parts).reshape(description.shapes[name]) for name, parts in layers.items()}
-    for name, shape in description.shapes.items():
-        if named[name].shape != shape:
-            raise ValueError(f"{TOP[name]} is {[*named[name].shape]}, and should be {[*shape]}")
+    if unknown := left.keys() - {HEAD}:  # a state_dict has a tied head, too
+        raise ValueError(f"{min(unknown)} is not among them")
     return named
+
+
+def _their_shape(names: tuple[str, ...], description: Description) -> tuple[int, ...]:
+    """Of one layer's array that holds ours with these names below `blocks.`."""
+    parameter = description.by_name[f"blocks.{names[0]}"]
+    own, inputs = description.own_shape(parameter), len(parameter.fan_in)
+    if parameter.role == "matrix":
+        return prod(own[:inputs]), len(names) * prod(own[inputs:])
+    return (len(names) * prod(own),)
 
 
 def _block(layer: int, description: Description) -> dict[tuple[str, ...], str]:
@@ -107,7 +122,7 @@ def _keys(settings: Mapping[str, Any]) -> dict[str, Any]:
         "norm_epsilon": settings.get("layer_norm_epsilon", 1e-5),
         "tied_head": settings.get("tie_word_embeddings", True),
     }
-    published = [name for name, preset in PRESETS.items() if all(keys[key] == preset.get(key) for key in SIZES)]
+    published = [name for name, preset in PRESETS.items() if all(keys[key] == preset.get(key) for key in SIZE_KEYS)]
     return keys | ({"preset": published[0]} if published else {})
 
 

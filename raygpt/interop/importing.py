@@ -27,7 +27,6 @@ from raygpt.runs import RECIPE, OpenRun, checkpoints, open_run
 INDEX = f"{WEIGHTS}.index.json"  # of models that are split into several files
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 WANTED = [CONFIG, FILE_NAME, "*.safetensors", INDEX]  # of a repository on the Hub
-DERIVED = {"head_size": "size_of_head", "kv_heads": "key_heads", "hidden": "size_of_hidden"}  # key -> its size, if null
 
 
 def import_run(source: str, out: str, engine: str = "jax", context: int | None = None) -> OpenRun:
@@ -120,15 +119,7 @@ def _recipe(keys: Mapping[str, Any], tokenizer: Tokenizer, out: str, engine: str
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
         raise RaygptError(explain_first(error)) from None
-    return recipe.model_copy(update={"model": _without_derived(recipe.model)})
-
-
-def _without_derived(model: Model) -> Model:
-    """Sizes that follow from others are null, as in a recipe that does not set them."""
-    for key, size in DERIVED.items():
-        without = model.model_copy(update={key: None})
-        model = without if getattr(without, size) == getattr(model, size) else model
-    return model
+    return recipe.model_copy(update={"model": recipe.model.without_derived()})
 
 
 def _parameters(folder: Path, family: Family, model: Model, vocab: int) -> dict[str, NDArray[Any]]:

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from raygpt import storage
-from raygpt.config import FAMILY, SIZES, Optimizer, Recipe, Schedule, shown
+from raygpt.config import FAMILY_KEYS, PRESETS, SIZE_KEYS, Optimizer, Recipe, Schedule, shown
 from raygpt.errors import RaygptError
 from raygpt.recipes.explain import explain_first, explain_option, flat, nearest, one_line
 
@@ -30,19 +30,7 @@ def load_recipe(
     where = f"recipe {name!r}"
     values = _parse_file(_read(name), where)
     changes = _changes(overrides)
-    # The file's keys would override those of another preset or depth. Its context stays.
-    for change, keys in (("model.depth", SIZES), ("model.preset", (*SIZES, *FAMILY))):
-        if changes.get(change) is not None:
-            values = {key: value for key, value in values.items() if key.removeprefix("model.") not in keys}
-    # The file's rates are for another optimizer, its shape for another schedule. Its warm-up stays.
-    for part, kind in (("optimizer", Optimizer().kind), ("schedule", Schedule().kind)):
-        before = values.get(f"{part}.kind", kind)
-        if changes.get(f"{part}.kind", before) != before:
-            kept = "schedule.warmup_steps"
-            values = {key: value for key, value in values.items() if not key.startswith(f"{part}.") or key == kept}
-    for unit, other in (("training.steps", "training.epochs"), ("training.epochs", "training.steps")):
-        if changes.get(unit) is not None and other not in changes:
-            values.pop(other, None)  # a length in one unit replaces the file's in the other
+    values = _without_replaced(values, changes)
     steps_before = values.get("training.steps")
     values |= changes
     if values.get("run.name") is None and not values.get("run"):
@@ -61,6 +49,27 @@ def read_recipe(path: str) -> Recipe:
     """The recipe of a run, which an earlier version may have written: with settings that `load_recipe` refuses."""
     where = f"recipe {path!r}"
     return _validate(_parse_file(_read(path), where), where)
+
+
+def _without_replaced(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's keys without those that it has for another model, optimizer, schedule or length than the overrides'."""
+    replaced: set[str] = set()
+    # The file's keys would override those of another preset or depth. Its context stays, and its depth for a family.
+    for change, keys in (("depth", SIZE_KEYS), ("preset", (*SIZE_KEYS, *FAMILY_KEYS))):
+        if changes.get(f"model.{change}") is not None:
+            replaced |= {f"model.{key}" for key in keys}
+    if "layers" in PRESETS.get(str(changes.get("model.preset")), {}):
+        replaced.add("model.depth")
+    # The file's rates are for another optimizer, its shape for another schedule. Its warm-up stays.
+    for part, kind in (("optimizer", Optimizer().kind), ("schedule", Schedule().kind)):
+        before = values.get(f"{part}.kind", kind)
+        if changes.get(f"{part}.kind", before) != before:
+            replaced |= {key for key in values if key.startswith(f"{part}.")} - {"schedule.warmup_steps"}
+    # A length in one unit replaces the file's in the other.
+    for unit, other in (("training.steps", "training.epochs"), ("training.epochs", "training.steps")):
+        if changes.get(unit) is not None and other not in changes:
+            replaced.add(other)
+    return {key: value for key, value in values.items() if key not in replaced}
 
 
 def _fitting_warmup(values: Mapping[str, Any], steps_before: Any, where: str) -> int | None:

@@ -122,7 +122,7 @@ def _named(recipe: Recipe, start_from: str, home: str, tokenizer: str) -> Checkp
     facts = checkpoints.facts(checkpoint)
     saved = Model.model_validate(facts["recipe"]["model"])  # keys that are newer than that run have defaults
     models = (recipe.model, saved)
-    ours, theirs = (flat({"model": model.model_dump(mode="json")}) for model in models)
+    ours, theirs = (flat({"model": model.without_derived().model_dump(mode="json")}) for model in models)
     keys = [key for key in ours if key not in keys_with(May.DIFFER)]
     different = ", ".join(f"{key}: {theirs[key]} → {ours[key]}" for key in keys if ours[key] != theirs[key])
     if facts["tokenizer"] != tokenizer:

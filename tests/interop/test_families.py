@@ -19,6 +19,7 @@ from raygpt.corpus.tokenizers import Bytes
 from raygpt.engines import engine_of
 from raygpt.errors import RaygptError
 from raygpt.inference.loaded import load, read
+from raygpt.interop import decoder
 from raygpt.interop.exporting import export
 from raygpt.interop.families import family_of
 from raygpt.interop.importing import import_run
@@ -211,6 +212,13 @@ SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             "its RoPE is {'rope_type': 'llama3', 'factor': 8.0",
         ),
         ("Llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "its RoPE is {'type': 'linear', 'factor': 2.0}"),
+        ("Llama", {"rope_parameters": [1]}, "its RoPE is {'rope_parameters': [1]}, and raygpt's is not scaled"),
+        ("Llama", {"rope_parameters": {"rope_theta": "1e4"}}, "its RoPE is {'rope_theta': '1e4'}, and raygpt's is not"),
+        (
+            "Qwen3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 100.0}}},
+            "its RoPE is {'full_attention': {'rope_theta': 100.0}}, and raygpt's is not scaled; name another model",
+        ),
         (
             "Llama",
             {"attention_bias": True},
@@ -248,6 +256,44 @@ def test_a_config_that_we_do_not_compute_is_refused_in_one_line(tmp_path, name, 
     assert message in str(caught.value)
     assert str(caught.value).startswith((f"{tmp_path}", "the weights"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "base", "share"),
+    [
+        ({}, 1e4, 1.0),
+        ({"rope_theta": 100}, 100.0, 1.0),
+        ({"rope_theta": None, "rope_parameters": None}, 1e4, 1.0),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, 1e4, 1.0),
+        ({"rope_theta": 100.0, "rope_parameters": {"rope_type": None, "rope_theta": None}}, 100.0, 1.0),
+        (
+            {
+                "rope_parameters": {
+                    "type": "proportional",
+                    "rope_theta": 50,
+                    "partial_rotary_factor": 0.5,
+                    "factor": 1.0,
+                }
+            },
+            50.0,
+            0.5,
+        ),
+    ],
+)
+def test_what_a_config_does_not_have_or_has_as_null_of_rope_is_transformers_default(settings, base, share):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 72}
+    keys = decoder.keys({**sizes, "max_position_embeddings": CONTEXT, **settings})
+    assert (keys["rope_base"], keys["rope_share"]) == (base, share)
+
+
+@pytest.mark.parametrize("keys", [LLAMA, NANOCHAT, SIZES])
+def test_a_model_in_fp64_is_exported_in_fp32(keys):
+    model = Model.model_validate({**keys, "precision": "fp64"})
+    parameters = {name: array.astype(np.float64) for name, array in random_parameters(model).items()}
+    family = family_of(model)
+    assert {array.dtype for array in family.exported(parameters, model, VOCAB).values()} == {np.dtype(np.float32)}
+    config = family.full_config(model, VOCAB, 256)
+    assert config["torch_dtype"] == "float32"
 
 
 def test_configs_before_transformers_5_are_read(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from raygpt.corpus import tokenizers
 from raygpt.corpus.tokenizers import Bytes
@@ -115,6 +115,11 @@ def change(folder, **values):
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
+def change_array(folder, name, shape):
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), name: np.zeros(shape, np.float32)}, path, {"format": "pt"})
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -129,7 +134,30 @@ def change(folder, **values):
             "activation_function is relu, and raygpt's GPT-2 has gelu_new",
         ),
         (lambda f: change(f, n_inner=100), "n_inner is 100"),
-        (lambda f: change(f, n_layer=3), "the weights are not those of the config"),
+        (
+            lambda f: change(f, n_layer=3),
+            "the weights are not those of the config: 'transformer.h.2.attn.c_attn.weight'",
+        ),
+        (
+            lambda f: change(f, n_layer=1),
+            "not those of the config: transformer.h.1.attn.c_attn.bias is not among them; copy the model again",
+        ),
+        (
+            lambda f: change(f, n_embd=48),
+            r"not those of the config: transformer.wte.weight is \[257, 32\], and should be \[257, 48\]; copy",
+        ),
+        (
+            lambda f: change_array(f, "transformer.h.1.attn.c_attn.weight", (32, 99)),
+            r"transformer.h.1.attn.c_attn.weight is \[32, 99\], and should be \[32, 96\]; copy the model again",
+        ),
+        (
+            lambda f: change_array(f, "transformer.h.0.attn.c_proj.weight", (30, 32)),
+            r"transformer.h.0.attn.c_proj.weight is \[30, 32\], and should be \[32, 32\]; copy the model again",
+        ),
+        (
+            lambda f: change_array(f, "transformer.h.0.ln_1.bias", (1, 32)),
+            r"transformer.h.0.ln_1.bias is \[1, 32\], and should be \[32\]; copy the model again",
+        ),
         (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json; save its tokenizer there"),
         (
             lambda f: (f / "tokenizer.json").write_text('{"model": 1}'),

@@ -208,6 +208,33 @@ def test_a_start_from_with_something_else_for_a_step_is_refused(tmp_path, name):
         check_fork(load_recipe("gpt2-tiny", {"run.start_from": name}), str(tmp_path))
 
 
+def saved_run(storage, **model):
+    """The facts of a run at step 10 that has a model with these keys, and no arrays."""
+    recipe = load_recipe("gpt2-tiny", {"model": model})
+    (storage / "before").mkdir()
+    (storage / "before" / "recipe.yaml").write_text(recipe.to_yaml())
+    folder = checkpoints.folder_of(str(storage / "before"), 10)
+    checkpoints.commit(folder, 10, {"recipe": recipe.to_dict(), "tokenizer": "bytes-1", "data": []}, {})
+
+
+def further(**model):
+    return load_recipe("gpt2-tiny", {"model": model, "run.start_from": "before"})
+
+
+# A size that follows from others, where it is null. gpt2-tiny has 4 heads and a width of 128.
+DERIVED = {"kv_heads": 4, "hidden": 512, "head_size": 32}
+
+
+@pytest.mark.parametrize("key", DERIVED)
+def test_a_run_starts_from_one_whose_sizes_are_the_same_though_written_in_another_way(tmp_path, key):
+    saved_run(tmp_path, **{key: DERIVED[key]})
+    assert fork(further(), str(tmp_path), "bytes-1").step == 10
+    assert fork(further(**DERIVED), str(tmp_path), "bytes-1").step == 10
+    half = {key: DERIVED[key] // 2}
+    with pytest.raises(RaygptError, match=rf"another model \(model\.{key}: None → {half[key]}\); write the same"):
+        fork(further(**half), str(tmp_path), "bytes-1")
+
+
 def test_what_a_run_began_from_may_be_gone_when_it_goes_on(tmp_path):
     recipe = load_recipe("gpt2-tiny", {"run.start_from": "gone"})
     assert fork(recipe, str(tmp_path), "bytes-1", after=10) is None
