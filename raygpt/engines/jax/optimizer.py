@@ -29,9 +29,10 @@ class Optimizer(NamedTuple):
 
 
 def make_optimizer(recipe: Recipe, description: Description, mesh: Mesh, precision: str) -> Optimizer:
-    """Clip by the global norm where asked for, then AdamW, or Muon for the matrices, at a rate of -1.
+    """Clip by the global norm where asked for, then AdamW, or Muon for the matrices.
 
-    The step applies the rate: a skipped step is not counted as an update here, but it does count for the rate.
+    Returns directions without the rate; the step subtracts rate × direction. A skipped step is not counted as an update
+    here, but it does count for the rate.
     """
     settings = recipe.optimizer
     clip = optax.identity() if settings.clip is None else optax.clip_by_global_norm(settings.clip)
