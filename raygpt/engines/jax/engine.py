@@ -17,7 +17,7 @@ from raygpt.engines.base import Devices, PlainState, Positions
 from raygpt.engines.jax import processes, sharding
 from raygpt.engines.jax.attention import Cache, choose_attention
 from raygpt.engines.jax.checkpoint import Saver, restore
-from raygpt.engines.jax.devices import dtype_of, precision_on
+from raygpt.engines.jax.devices import accurate, dtype_of, precision_on
 from raygpt.engines.jax.fused import choose_kernels, make_fused_losses
 from raygpt.engines.jax.logits import logits
 from raygpt.engines.jax.model import GPT, Layers
@@ -89,7 +89,7 @@ class JaxEngine:
         self._description = describe(recipe.model, vocab)
         self.precision = precision or precision_on(self._device, recipe.model.precision)
         self._dtype = dtype_of(self.precision)
-        self._param_dtype = jnp.promote_types(self._dtype, jnp.float32)
+        self._param_dtype = accurate(self._dtype)
         setup = self._device, self._dtype, self.mesh, recipe.model
         self._attention, self._attention_name = choose_attention(*setup, recipe.training.deterministic)
         self._optimizer = make_optimizer(recipe, self._description, self.mesh, self.precision)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from raygpt.config import Model
 from raygpt.engines import choices
 from raygpt.engines.chunks import IN_PLACE_LOGITS, chunk_count
-from raygpt.engines.jax.devices import name_of
+from raygpt.engines.jax.devices import accurate, name_of
 from raygpt.engines.jax.embedding import embed, look_up
 from raygpt.engines.jax.kernels import add_norm, bias_gelu, cross_entropy, launch, norm_rotate
 from raygpt.engines.jax.layers import Array, AttentionInputs, Parameters, Shared, block, dropout, norm, norm_and_rotate
@@ -74,7 +74,7 @@ def project(x: Array, kernels: tuple[Array, Array, Array], bias: Array | None) -
 
 def _project_backward(saved: Any, gradients: tuple[Array, Array, Array]) -> Any:
     x, kernels, bias = saved
-    exact = jnp.promote_types(x.dtype, jnp.float32)
+    exact = accurate(x.dtype)
     parts = [(d @ kernel.astype(x.dtype).T).astype(exact) for kernel, d in zip(kernels, gradients, strict=True)]
     d_kernels = tuple((x.T @ d).astype(kernel.dtype) for kernel, d in zip(kernels, gradients, strict=True))
     d_bias = gradients[0].sum(0, dtype=exact) if bias is not None else None
