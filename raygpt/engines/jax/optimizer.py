@@ -90,9 +90,9 @@ def _muon(recipe: Recipe, matrices: Matrices) -> Optimizer:
     def update(gradients: Tree, parameters: Tree, slots: Slots, updates: Array) -> tuple[Tree, Slots]:
         gradients, parameters = _only(which, gradients), _only(which, parameters)
         count = updates.astype(next(iter(gradients.values())).dtype)
-        mix = partial(muon.mix, momentum=muon.momentum(settings, count))
-        means = jax.tree.map(mix, slots["momentum"], gradients)
-        direction = matrices.orthogonalise(jax.tree.map(mix, means, gradients))
+        running_mean = partial(muon.running_mean, decay=muon.momentum_at(settings, count))
+        means = jax.tree.map(running_mean, slots["momentum"], gradients)
+        direction = matrices.orthogonalise(jax.tree.map(running_mean, means, gradients))  # Nesterov's
         decayed = partial(muon.decayed, decay=settings.weight_decay, cautious=settings.cautious)
         return jax.tree.map(decayed, direction, parameters), {"momentum": means}
 
