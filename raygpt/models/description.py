@@ -116,7 +116,9 @@ def _parameters(model: Model, sizes: Mapping[str, int]) -> Iterator[Parameter]:
         yield from _norm("blocks.query_norm", "head", model)
         yield from _norm("blocks.key_norm", "head", model)
     if model.head_gates:
-        yield Parameter("blocks.head_gate.kernel", ("layer", "gate_inputs", "heads"), "gate", ZEROS, ("gate_inputs",))
+        yield Parameter(
+            "blocks.head_gate.kernel", ("layer", "gate_inputs", "heads"), "head_gate", ZEROS, ("gate_inputs",)
+        )
     yield from linear("blocks.out", ("heads", "head"), ("width",), to_residual=True)
     yield from _norm("blocks.norm2", "width", model)
     if model.has_gate:

@@ -236,10 +236,10 @@ def test_rates_beside_muon_follow_the_width():
         return {role: optimizer.peak_rate(role, width) for role in get_args(Role)}
 
     assert at(768) == pytest.approx(
-        {"matrix": 0.02, "embedding": 0.3, "head": 0.008, "gate": 0.02, "gain": 0.02, "bias": 0.02}
+        {"matrix": 0.02, "embedding": 0.3, "head": 0.008, "head_gate": 0.02, "gain": 0.02, "bias": 0.02}
     )
     assert at(192) == pytest.approx(
-        {"matrix": 0.02, "embedding": 0.6, "head": 0.016, "gate": 0.04, "gain": 0.04, "bias": 0.04}
+        {"matrix": 0.02, "embedding": 0.6, "head": 0.016, "head_gate": 0.04, "gain": 0.04, "bias": 0.04}
     )
 
 
