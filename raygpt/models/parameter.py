@@ -23,7 +23,7 @@ class Parameter:
     """`blocks.query.kernel` stands for one array of each layer; its first axis is `layer`."""
 
     name: str
-    axes: tuple[str, ...]  # layer, width, heads, kv_heads, head, hidden, vocabulary, context, …
+    axes: tuple[str, ...]  # layer, width, heads, kv_heads, head_size, hidden, vocabulary, context, …
     role: Role
     initial: InitialValues
     fan_in: tuple[str, ...] = ()  # the axes that a product sums over

@@ -135,7 +135,7 @@ class JaxReader:
         return jax.jit(token_logprobs)
 
     def cache_shape(self, rows: int) -> tuple[int, ...]:
-        """Of the keys, and of the values: [layers, rows, kv_heads, context, head]."""
+        """Of the keys, and of the values: [layers, rows, kv_heads, context, head_size]."""
         return self.description.cache_shape(rows)
 
     def hidden(self, parameters: ReaderState, ids: Array, start: Any, attentions: list[Attention]) -> Array:
