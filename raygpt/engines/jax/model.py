@@ -62,6 +62,8 @@ class GPT:
 
         @self.compilation.recomputed
         def compute(x: Array, own: Parameters, layer: Array | int, value: Array | None) -> Array:
+            # Without this XLA (JAX 0.10.2) looks up wrong values with tensor and context axes and micro-batches.
+            value = value if value is None else self.constrain(value)
             return self.constrain(block(own, x, self.attention, self.model, shared, value, keys, layer))
 
         if self.compilation.scanned:
