@@ -35,6 +35,8 @@ def cases() -> dict[str, Case]:
         "gpt2": ("gpt2-124m", {}),
         "nanochat": ("modern-124m", {}),
         "llama": ("modern-124m", {"model.preset": "llama"}),
+        "qwen3": ("modern-124m", {"model.preset": "qwen3", "model.kv_heads": 2}),  # three queries share a key
+        "speedrun-124m": ("speedrun-124m", {}),
     }
     large = {"gpt2-xl": ("gpt2-124m", {"model.preset": "gpt2-xl"}), "modern-1.5b": ("modern-1.5b", {})}
     found = {

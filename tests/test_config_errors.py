@@ -486,7 +486,7 @@ def test_keys_of_muon_are_taken_with_a_model_that_they_change(model: dict[str, A
     whole = {**WITHOUT, **model}
     recipe = load_recipe("gpt2-tiny", {"model": whole, "optimizer": {"kind": "muon", **optimizer}})
     roles = {parameter.role for parameter in describe(recipe.model, 300).parameters}
-    assert "gain_rate" not in optimizer or optimizer["gain_rate"] == 0.02 or roles & {"gain", "bias", "gate"}
+    assert "gain_rate" not in optimizer or optimizer["gain_rate"] == 0.02 or roles & {"gain", "bias", "head_gate"}
     assert "embedding_rate" not in optimizer or optimizer["embedding_rate"] == 0.2 or "embedding" in roles
 
 

@@ -26,16 +26,18 @@ def precision_of(run: str) -> str:
     return "fp32" if run == "fp16" else run
 
 
-def momentum(settings: Optimizer, updates: Any) -> Any:
-    """The momentum of the update that follows `updates` others, an array without axes: it rises linearly at first."""
+def momentum_at(settings: Optimizer, updates: Any) -> Any:
+    """The decay rate of the running mean in the update that follows `updates` others, an array without axes: it rises
+    linearly to `optimizer.momentum`."""
     first, warmup = min(FIRST_MOMENTUM, settings.momentum), max(1, settings.momentum_warmup)
     share = (updates / warmup).clip(max=1) if settings.momentum_warmup else 1.0
     return first + (settings.momentum - first) * share
 
 
-def mix(mean: Any, gradient: Any, momentum: Any) -> Any:
-    """The running mean of a gradient after it; and from that one, in the same way, Nesterov's direction."""
-    return momentum * mean + (1 - momentum) * gradient
+def running_mean(mean: Any, value: Any, decay: Any) -> Any:
+    """One step of an exponential moving average. Of a gradient's new average and the same gradient it gives Nesterov's
+    direction."""
+    return decay * mean + (1 - decay) * value
 
 
 def orthogonalise(matrices: Any) -> Any:

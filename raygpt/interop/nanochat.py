@@ -33,7 +33,7 @@ def from_hugging_face(arrays: Arrays, description: Description) -> dict[str, NDA
 
 
 def _turned(parameters: Arrays, description: Description) -> dict[str, NDArray[Any]]:
-    head = description.sizes["head"]
+    head = description.sizes["head_size"]
     signs = np.repeat(np.array([1, -1], np.float32), head // 2)
     kernels = ("blocks.query.kernel", "blocks.key.kernel")  # [layer, width, heads, head]
     return {**parameters, **{name: parameters[name] * signs for name in kernels}}

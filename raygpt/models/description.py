@@ -63,7 +63,7 @@ class Description:
 
         The second term is attention's scores and sums.
         """
-        attention = prod(self.sizes[axis] for axis in ("layer", "heads", "head", "context"))
+        attention = prod(self.sizes[axis] for axis in ("layer", "heads", "head_size", "context"))
         return 6 * self.multiplied + 12 * attention
 
     def fans(self, parameter: Parameter) -> tuple[int, int]:
@@ -72,8 +72,8 @@ class Description:
         return fan_in, prod(self.own_shape(parameter)) // fan_in
 
     def cache_shape(self, rows: int) -> tuple[int, ...]:
-        """The shape of the key cache, and of the value cache: [layer, rows, kv_heads, context, head]."""
-        layers, *rest = (self.sizes[axis] for axis in ("layer", "kv_heads", "context", "head"))
+        """The shape of the key cache, and of the value cache: [layer, rows, kv_heads, context, head_size]."""
+        layers, *rest = (self.sizes[axis] for axis in ("layer", "kv_heads", "context", "head_size"))
         return (layers, rows, *rest)
 
 
@@ -84,7 +84,7 @@ def describe(model: Model, vocab: int) -> Description:
         "width": model.width,
         "heads": model.heads,
         "kv_heads": model.key_heads,
-        "head": model.size_of_head,
+        "head_size": model.size_of_head,
         "hidden": model.size_of_hidden,
         "vocabulary": vocab,
         "context": model.context,
@@ -109,15 +109,17 @@ def _parameters(model: Model, sizes: Mapping[str, int]) -> Iterator[Parameter]:
         yield Parameter("blocks.residual.gain", ("layer", "one"), "gain", ONES)
         yield Parameter("blocks.x0.gain", ("layer", "one"), "gain", ZEROS)
     yield from _norm("blocks.norm1", "width", model)
-    yield from linear("blocks.query", ("width",), ("heads", "head"))
-    yield from linear("blocks.key", ("width",), ("kv_heads", "head"))
-    yield from linear("blocks.value", ("width",), ("kv_heads", "head"))
+    yield from linear("blocks.query", ("width",), ("heads", "head_size"))
+    yield from linear("blocks.key", ("width",), ("kv_heads", "head_size"))
+    yield from linear("blocks.value", ("width",), ("kv_heads", "head_size"))
     if model.qk_norm:
-        yield from _norm("blocks.query_norm", "head", model)
-        yield from _norm("blocks.key_norm", "head", model)
+        yield from _norm("blocks.query_norm", "head_size", model)
+        yield from _norm("blocks.key_norm", "head_size", model)
     if model.head_gates:
-        yield Parameter("blocks.head_gate.kernel", ("layer", "gate_inputs", "heads"), "gate", ZEROS, ("gate_inputs",))
-    yield from linear("blocks.out", ("heads", "head"), ("width",), to_residual=True)
+        yield Parameter(
+            "blocks.head_gate.kernel", ("layer", "gate_inputs", "heads"), "head_gate", ZEROS, ("gate_inputs",)
+        )
+    yield from linear("blocks.out", ("heads", "head_size"), ("width",), to_residual=True)
     yield from _norm("blocks.norm2", "width", model)
     if model.has_gate:
         yield from linear("blocks.gate", ("width",), ("hidden",))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Role = Literal["embedding", "matrix", "head", "gate", "gain", "bias"]
+Role = Literal["embedding", "matrix", "head", "head_gate", "gain", "bias"]
 
 # Along which axis of a mesh each axis of a parameter is sharded. Along `tensor` these are whole heads, hidden units
 # and tokens; fsdp takes the residual stream's axis of everything larger than a vector.
@@ -23,7 +23,7 @@ class Parameter:
     """`blocks.query.kernel` stands for one array of each layer; its first axis is `layer`."""
 
     name: str
-    axes: tuple[str, ...]  # layer, width, heads, kv_heads, head, hidden, vocabulary, context, …
+    axes: tuple[str, ...]  # layer, width, heads, kv_heads, head_size, hidden, vocabulary, context, …
     role: Role
     initial: InitialValues
     fan_in: tuple[str, ...] = ()  # the axes that a product sums over
@@ -41,7 +41,7 @@ class Parameter:
     @property
     def is_kernel(self) -> bool:
         """Of a linear layer in a block: [layer, *in, *out]."""
-        return self.role in ("matrix", "gate")
+        return self.role in ("matrix", "head_gate")
 
     @property
     def is_vector(self) -> bool:

@@ -142,13 +142,13 @@ class Kept:
         and after their norm, by XLA on a GPU also a copy of each; the MLP before and after its activation."""
         model, sizes = recipe.model, description.sizes
         width, hidden = sizes["width"], sizes["hidden"] * (1 + model.has_gate)
-        heads, kv_heads = (sizes[axis] * sizes["head"] for axis in ("heads", "kv_heads"))
+        heads, kv_heads = (sizes[axis] * sizes["head_size"] for axis in ("heads", "kv_heads"))
         by_heads, again = 1.0 + (recipe.engine == "jax" and not devices.fused), 0
         splash = devices.platform == "tpu" and not devices.keeps_scores
         if splash:
-            by_heads, again = _padding(sizes["head"]), heads  # its result also for the product behind it
+            by_heads, again = _padding(sizes["head_size"]), heads  # its result also for the product behind it
         elif devices.platform == "tpu":
-            by_heads = (3 + _padding(sizes["head"])) / 4  # XLA turns all but the result
+            by_heads = (3 + _padding(sizes["head_size"])) / 4  # XLA turns all but the result
         # A rotation's gradient needs no input, but PyTorch's queries, keys and values are parts of one array.
         torch_turns = recipe.engine == "torch" and model.position == "rope"
         turned = heads + kv_heads if model.qk_norm or torch_turns else 0
@@ -179,7 +179,7 @@ class Kept:
         when it is there: that is counted."""
         model, sizes = recipe.model, description.sizes
         width, hidden = sizes["width"], sizes["hidden"]
-        heads, kv_heads = (sizes[axis] * sizes["head"] for axis in ("heads", "kv_heads"))
+        heads, kv_heads = (sizes[axis] * sizes["head_size"] for axis in ("heads", "kv_heads"))
         values = 3 * model.value_embeddings * width  # looked up, and for two layers
         if devices.platform != "tpu":
             beside = 2 * hidden // mesh["tensor"] + values
@@ -193,7 +193,7 @@ class Kept:
             sums = 0 if devices.keeps_scores else exact * sizes["heads"] * TPU_LANES
             return at_loss, embedded + 2 * width + (gradients + sums) // mesh["tensor"]
         # What Splash's gradient takes and gives, of which it wants copies; queries and keys are turned back in fp32.
-        copies = int(_padding(sizes["head"]) * (3 * heads + 4 * kv_heads))
+        copies = int(_padding(sizes["head_size"]) * (3 * heads + 4 * kv_heads))
         turned = exact * (heads + kv_heads) if model.qk_norm or model.position == "rope" else 0
         return at_loss, embedded + 3 * width + (gradients + copies + turned) // mesh["tensor"]
 

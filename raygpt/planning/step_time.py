@@ -111,7 +111,7 @@ class Work:
     @property
     def _heads(self) -> tuple[int, int]:
         sizes = self.description.sizes
-        return sizes["heads"] * sizes["head"], sizes["kv_heads"] * sizes["head"]
+        return sizes["heads"] * sizes["head_size"], sizes["kv_heads"] * sizes["head_size"]
 
     @property
     def products(self) -> float:
@@ -213,7 +213,7 @@ def sent_bytes(
     stream = tokens * mesh["tensor"] * number_bytes * sizes["layer"]  # of a group's tokens
     sent = {
         "tensor": 8 * stream * sizes["width"] * others["tensor"],  # four sums a layer, each sent twice
-        "context": 4 * stream * sizes["kv_heads"] * sizes["head"] * (mesh["context"] - 1),
+        "context": 4 * stream * sizes["kv_heads"] * sizes["head_size"] * (mesh["context"] - 1),
     }
     if recipe.engine == "torch":
         forwards = 2 if recipe.training.remat == "none" else 3

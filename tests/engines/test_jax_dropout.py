@@ -14,7 +14,7 @@ from raygpt.engines.jax import layers as layers_module  # noqa: E402
 from raygpt.engines.jax import model as model_module  # noqa: E402
 from raygpt.engines.jax.attention import xla  # noqa: E402
 from raygpt.engines.jax.layers import dropout  # noqa: E402
-from raygpt.engines.jax.model import GPT, Layers  # noqa: E402
+from raygpt.engines.jax.model import GPT, LayerCompilation  # noqa: E402
 
 
 def keys_of(rows, seed=0):
@@ -52,7 +52,7 @@ def test_the_embedding_and_both_branches_of_each_layer_drop_each_by_a_mask_of_it
     for module in (model_module, layers_module):
         monkeypatch.setattr(module, "dropout", lambda x, keys, site, rate: sites.append((int(site), rate)) or x)
     model = Model(layers=3, heads=2, width=8, context=4, dropout=0.25)
-    gpt = GPT(model, jnp.float32, xla, Layers(scanned=False))
+    gpt = GPT(model, jnp.float32, xla, LayerCompilation(scanned=False))
     gpt(first(model), jnp.zeros((1, 4), jnp.int32), keys_of([0]))
     assert sites == [(site, 0.25) for site in range(7)]
 
@@ -60,7 +60,7 @@ def test_the_embedding_and_both_branches_of_each_layer_drop_each_by_a_mask_of_it
 def test_scanned_and_unrolled_layers_drop_the_same():
     model = Model(layers=3, heads=2, width=8, context=4, dropout=0.5)
     parameters, ids, keys = first(model), jnp.arange(8).reshape(2, 4), keys_of([0, 1])
-    scanned, unrolled = (GPT(model, jnp.float32, xla, Layers(scanned)) for scanned in (True, False))
+    scanned, unrolled = (GPT(model, jnp.float32, xla, LayerCompilation(scanned)) for scanned in (True, False))
     np.testing.assert_allclose(scanned(parameters, ids, keys), unrolled(parameters, ids, keys), atol=1e-6)
     assert not np.allclose(scanned(parameters, ids, keys), scanned(parameters, ids), atol=1e-2)
 

@@ -13,14 +13,14 @@ import jax.numpy as jnp  # noqa: E402
 
 from raygpt.engines.jax.engine import JaxEngine  # noqa: E402
 from raygpt.engines.jax.fused import choose_kernels  # noqa: E402
-from raygpt.engines.jax.model import Layers  # noqa: E402
+from raygpt.engines.jax.model import LayerCompilation  # noqa: E402
 from raygpt.engines.jax.sharding import make_mesh  # noqa: E402
 from raygpt.engines.jax.step import make_sums  # noqa: E402
 from raygpt.recipes import load_recipe  # noqa: E402
 
 STEPS, ROWS, CONTEXT, VOCAB = 3, 6, 16, 100
 WINDOWS = np.random.default_rng(0).integers(0, VOCAB, (STEPS, ROWS, CONTEXT + 1)).astype(np.int32)
-UNROLLED = Layers(scanned=False)
+UNROLLED = LayerCompilation(scanned=False)
 RECIPES = {
     "GPT-2's": {},
     "no biases, a head of its own": {"bias": False, "tied_head": False, "norm_epsilon": 1e-6, "remat": "products"},
@@ -141,7 +141,7 @@ def gpu(capability="9.0"):
         (gpu("8.0"), jnp.bfloat16, {}, {}, UNROLLED, "fused"),
         (gpu(), jnp.bfloat16, {"data": 4}, {}, UNROLLED, "fused"),
         (gpu(), jnp.bfloat16, {}, {"bias": False, "dropout": 0.1}, UNROLLED, "fused"),
-        (gpu(), jnp.bfloat16, {}, {}, Layers(scanned=False, remat="blocks"), "fused"),
+        (gpu(), jnp.bfloat16, {}, {}, LayerCompilation(scanned=False, remat="blocks"), "fused"),
         (gpu("7.5"), jnp.bfloat16, {}, {}, UNROLLED, "plain"),  # Triton has no bf16 there
         (gpu(), jnp.float16, {}, {}, UNROLLED, "plain"),
         (gpu(), jnp.float32, {}, {}, UNROLLED, "plain"),
@@ -150,7 +150,7 @@ def gpu(capability="9.0"):
         (gpu(), jnp.bfloat16, {"data": 2, "context": 2}, {}, UNROLLED, "plain"),
         (gpu(), jnp.bfloat16, {}, {"width": 320}, UNROLLED, "plain"),  # GPT-2 XL's 1600 too
         (gpu(), jnp.bfloat16, {}, {"context": 24}, UNROLLED, "plain"),
-        (gpu(), jnp.bfloat16, {}, {}, Layers(scanned=True), "plain"),
+        (gpu(), jnp.bfloat16, {}, {}, LayerCompilation(scanned=True), "plain"),
         (SimpleNamespace(platform="tpu"), jnp.bfloat16, {}, {}, UNROLLED, "plain"),
         (SimpleNamespace(platform="cpu"), jnp.bfloat16, {}, {}, UNROLLED, "plain"),
     ],

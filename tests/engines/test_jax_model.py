@@ -16,7 +16,7 @@ from reference import hugging_face  # noqa: E402
 from raygpt.config import Model  # noqa: E402
 from raygpt.engines.jax.attention import xla  # noqa: E402
 from raygpt.engines.jax.loss import cross_entropy  # noqa: E402
-from raygpt.engines.jax.model import GPT, Layers  # noqa: E402
+from raygpt.engines.jax.model import GPT, LayerCompilation  # noqa: E402
 from raygpt.engines.jax.parameters import from_plain, to_plain  # noqa: E402
 from raygpt.engines.padding import padded_vocab  # noqa: E402
 from raygpt.interop.gpt2 import from_hugging_face, to_hugging_face  # noqa: E402
@@ -48,7 +48,7 @@ def test_logits_equal_hugging_faces(shape, scan, tied):
     gpt, description, parameters = ours(reference, *shape, tied)
     *_, context, vocab = shape
     ids = np.random.default_rng(0).integers(0, vocab, (3, context))
-    gpt = replace(gpt, layers=Layers(scanned=scan))
+    gpt = replace(gpt, compilation=LayerCompilation(scanned=scan))
     logits = gpt(parameters, jnp.asarray(ids)) @ parameters[description.output_table].T
     with torch.no_grad():
         expected = reference(torch.from_numpy(ids)).logits.numpy()

@@ -139,7 +139,13 @@ def test_with_a_tied_head_muon_begins_at_chance_and_learns(preset, engine):
     assert losses[-1] < 0.5
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, *also({"data": 2, "context": 4}, {"fsdp": 8})])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data": 2, "tensor": 2, "context": 2},
+        *also({"data": 2, "context": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}),
+    ],
+)
 def test_no_mesh_and_no_accumulation_changes_a_loss(mesh):
     jax = pytest.importorskip("jax")
     with jax.enable_x64(True):

@@ -34,6 +34,17 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_thread")
 STEPS, ROWS, CONTEXT, VOCAB = 50, 8, 16, 100
 WINDOWS = np.random.default_rng(0).integers(0, VOCAB, (3, ROWS, CONTEXT + 1)).astype(np.int32)
 SIZES = {"layers": 2, "heads": 4, "width": 32, "context": CONTEXT}
+MODERN = {  # ReLU², QK-norm, RoPE and the soft-cap, and what speedrun-124m adds; two queries share a key
+    "preset": "nanochat",
+    "layers": 3,
+    "kv_heads": 2,
+    "head_size": 16,
+    "norm_gain": True,
+    "value_embeddings": 1,
+    "x0_mixing": True,
+    "head_gates": True,
+    "init": "xavier",
+}
 
 RATES = {"learning_rate": 0.002, "embedding_rate": 0.01, "head_rate": 0.02, "gain_rate": 0.002}
 MUON = {"kind": "muon", "momentum_warmup": 25, "weight_decay": 0.1, **RATES}
@@ -73,11 +84,11 @@ def in_fp32(make):
     return make()
 
 
-def train(engine, state, steps=range(STEPS)):
+def train(engine, state, steps=range(STEPS), windows=WINDOWS):
     """The loss of each step, and the last state."""
     losses = []
     for step in steps:
-        state, metrics = engine.step(state, engine.put(WINDOWS[step % 3][engine.rows]))
+        state, metrics = engine.step(state, engine.put(windows[step % len(windows)][engine.rows]))
         losses.append(engine.read(metrics)["loss"])
     return np.array(losses), state
 
@@ -89,8 +100,6 @@ def assert_same(found, right, rtol=1e-9):
         ours = {"parameters": found.parameters, **found.slots}[kind]
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
-            if name == "blocks.key.bias":  # its gradient is rounding alone, see test_torch_processes.py
-                continue
             assert np.linalg.norm(ours[name] - value) <= rtol * np.linalg.norm(value), f"{kind} {name}"
 
 
@@ -236,10 +245,10 @@ def test_rates_beside_muon_follow_the_width():
         return {role: optimizer.peak_rate(role, width) for role in get_args(Role)}
 
     assert at(768) == pytest.approx(
-        {"matrix": 0.02, "embedding": 0.3, "head": 0.008, "gate": 0.02, "gain": 0.02, "bias": 0.02}
+        {"matrix": 0.02, "embedding": 0.3, "head": 0.008, "head_gate": 0.02, "gain": 0.02, "bias": 0.02}
     )
     assert at(192) == pytest.approx(
-        {"matrix": 0.02, "embedding": 0.6, "head": 0.016, "gate": 0.04, "gain": 0.04, "bias": 0.04}
+        {"matrix": 0.02, "embedding": 0.6, "head": 0.016, "head_gate": 0.04, "gain": 0.04, "bias": 0.04}
     )
 
 
@@ -248,9 +257,9 @@ def test_rates_beside_muon_follow_the_width():
 
 @pytest.fixture(scope="module")
 def jax_run():
-    """The first state, the losses, and the state after 10 steps, in fp64."""
+    """The first state, the losses, and the state after 10 steps, of a modern model in fp64."""
     with jax.enable_x64(True):
-        engine = make_jax(precision="fp64")
+        engine = make_jax(precision="fp64", model=MODERN)
         state = engine.start()
         first = engine.gather(state)
         losses, state = train(engine, state, range(10))
@@ -259,7 +268,7 @@ def jax_run():
 
 def test_engines_agree_in_fp64(jax_run):
     first, losses, after = jax_run
-    engine = make_torch(precision="fp64")
+    engine = make_torch(precision="fp64", model=MODERN)
     found, state = train(engine, engine.load(first), range(10))
     np.testing.assert_allclose(found, losses, rtol=1e-7)  # JAX's rates are fp32
     assert_same(engine.gather(state), after, 1e-6)
@@ -281,6 +290,43 @@ def test_fifty_losses_agree_in_fp32_and_a_run_goes_on_in_the_other_engine(tmp_pa
     np.testing.assert_allclose(np.concatenate([middle, end]), by_jax[20:], rtol=1e-4)
 
 
+def different_batches():
+    """As many as steps. Most tokens follow from the one before, so a model learns, but not by heart: on a text that is
+    known by heart rounding grows (benchmarks/LOG.md, "how rounding grows with Muon")."""
+    random = np.random.default_rng(0)
+    successors, windows = random.permutation(VOCAB), random.integers(0, VOCAB, (STEPS, ROWS, CONTEXT + 1))
+    for time in range(CONTEXT):
+        follows = random.random((STEPS, ROWS)) < 0.8
+        windows[..., time + 1] = np.where(follows, successors[windows[..., time]], windows[..., time + 1])
+    return windows.astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("speedrun-124m", {"depth": None, "layers": 7, "heads": 2}),  # the middle layer has no value embedding
+        *also(("tiny", {})),
+    ],
+)
+def test_fifty_losses_of_a_modern_recipe_agree_in_fp32_at_its_own_rates(name, sizes):
+    losses = []
+    for engine in ("jax", "torch"):
+        settings = {
+            "engine": engine,
+            "model": {"width": 32, "context": CONTEXT, **sizes},
+            "training": {"steps": STEPS, "batch_tokens": ROWS * CONTEXT},
+        }
+        recipe = load_recipe(name, settings)
+        if engine == "jax":
+            computes = JaxEngine(recipe, VOCAB, precision="fp32", devices=jax.devices()[:1])
+        else:
+            computes = TorchEngine(recipe, VOCAB, precision="fp32", device="cpu", accumulation=2)
+        losses.append(train(computes, computes.start(), windows=different_batches())[0])
+    by_jax, by_torch = losses
+    np.testing.assert_allclose(by_torch, by_jax, rtol=1e-4)
+    assert by_jax[-1] < 0.5 * by_jax[0]
+
+
 # JAX
 
 
@@ -289,7 +335,7 @@ MESHES = [
     *also(
         ({"data": 8}, 1),
         ({"data": 1, "fsdp": 8}, 1),
-        ({"data": 2, "tensor": 4}, 2),
+        ({"data": 4, "tensor": 2}, 2),
         ({"data": 4, "context": 2}, 2),
         ({"data": 1, "fsdp": 2, "tensor": 2, "context": 2}, 4),
     ),
@@ -300,7 +346,7 @@ MESHES = [
 def test_on_a_mesh_jax_gets_the_numbers_of_one_device(mesh, accumulation, jax_run):
     first, losses, after = jax_run
     with jax.enable_x64(True):
-        engine = make_jax(mesh, "fp64", accumulation)
+        engine = make_jax(mesh, "fp64", accumulation, model=MODERN)
         state = engine.load(first)
         places = jax.tree.map(lambda leaf: leaf.sharding, state)
         found, state = train(engine, state, range(10))

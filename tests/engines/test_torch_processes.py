@@ -42,6 +42,7 @@ MODERN = {  # everything at once: two values for four queries, and gains of one 
     "softcap": 5.0,
     "init": "xavier",
 }
+MUON = {**MODERN, "hidden": 37}  # of two shares of its rows one has 19, the other 18
 COPIES, SHARES, BOTH = {"data": 2}, {"data": 1, "fsdp": 2}, {"data": 2, "fsdp": 2}
 
 
@@ -184,7 +185,7 @@ def in_two(folder):
         said[f"{name} again"] = train(engine, engine.restore(f"{folder}/{name}"), range(HALF, STEPS))[0][1:], went_on
     said["data=2 to fsdp=2"] = train(engine, engine.restore(f"{folder}/data=2"), range(HALF, STEPS))[0]
     said["poisoned"] = poisoned()
-    said["muon"] = [with_muon(folder, mesh, accumulation) for mesh, accumulation in [(COPIES, 3), (SHARES, 1)]]
+    said["muon"] = [with_muon(folder, mesh, accumulation, **MUON) for mesh, accumulation in [(COPIES, 3), (SHARES, 1)]]
     engine = make_engine(SHARES, 2, remat="blocks")
     said["computed again"] = train(engine, engine.start(), range(3))[0]
     said["compiled"] = [compiled(mesh) for mesh in (COPIES, SHARES)]
@@ -274,7 +275,7 @@ def compiled(mesh, **sizes):
 
 @pytest.fixture(scope="module")
 def muon_alone(folder):
-    return with_muon(folder)
+    return with_muon(folder, **MUON)
 
 
 @pytest.fixture(scope="module")
@@ -392,7 +393,7 @@ def test_a_number_that_is_none_in_one_process_is_a_step_left_out_by_all(two):
 def test_muon_in_copies_and_shares_gets_the_numbers_of_one(two, muon_alone, folder):
     for said in two:
         assert_same_muon(said["muon"], muon_alone)
-    model = make_engine().recipe.model
+    model = make_engine(**MUON).recipe.model
     for mesh in (COPIES, SHARES):
         assert_same_muon([(muon_alone[0], read_plain_state(f"{folder}/muon {mesh}", model, VOCAB))], muon_alone)
 
@@ -508,7 +509,7 @@ def in_four(folder):
     engine.wait_for_save()
     dist.barrier()
     after = train(engine, engine.restore(f"{folder}/four"), range(HALF + 3, HALF + 5))[0]
-    return np.concatenate([before, after]), engine.rows, engine.describe()["mesh"], with_muon(folder, BOTH, 2)
+    return np.concatenate([before, after]), engine.rows, engine.describe()["mesh"], with_muon(folder, BOTH, 2, **MUON)
 
 
 @pytest.mark.extended

@@ -40,6 +40,7 @@ TENSOR = {"data": 1, "tensor": 2}
 WITH_COPIES, WITH_SHARES = {"data": 2, "tensor": 2}, {"data": 1, "fsdp": 2, "tensor": 2}
 # Of 18 rows of queries each process has 9, of which two shards are 5 and 4; so of keys and values.
 SIZES = {"heads": 2, "width": 18}
+MUON = {**MODERN, "hidden": 38}  # 19 rows for each process, of which two shards are 10 and 9
 OTHER = {"bias": False, "tied_head": False, "context": CONTEXT - 1}  # 15 tokens: 8 for one process, 7 for the other
 make_engine = functools.partial(make_any_engine, **SIZES)
 
@@ -99,13 +100,13 @@ def in_two(folder):
     said["modern"] = modern(TENSOR, 2)
     said["modern, computed again"] = modern(TENSOR, remat="products")[0]
     said["modern, compiled"] = compiled(TENSOR, **MODERN)
-    said["muon"] = with_muon(folder, TENSOR, 2, **SIZES)
+    said["muon"] = with_muon(folder, TENSOR, 2, **MUON)
     return said
 
 
 @pytest.fixture(scope="module")
 def muon_alone(folder):
-    return with_muon(folder, **SIZES)
+    return with_muon(folder, **MUON)
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +215,7 @@ def in_four(folder):
     numbers, state = train(engine, engine.restore(f"{folder}/four"), range(HALF, STEPS))
     said["copies"] = numbers, results(engine, state)
     said["modern"] = modern(WITH_SHARES, 2)
-    said["muon"] = [with_muon(folder, mesh, **SIZES) for mesh in (WITH_SHARES, WITH_COPIES)]
+    said["muon"] = [with_muon(folder, mesh, **MUON) for mesh in (WITH_SHARES, WITH_COPIES)]
     return said
 
 

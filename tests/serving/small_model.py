@@ -13,14 +13,18 @@ from raygpt.serving.batching import Batch, Served
 VOCAB, CONTEXT = Bytes().vocab, 80
 MODEL = Model(layers=2, heads=4, width=32, context=CONTEXT, precision="fp32")
 MODERN = Model(
-    layers=2,
+    preset="qwen3",  # RMSNorm, RoPE, SwiGLU, QK-norm
+    layers=3,  # the one between has no value embedding
     heads=4,
     kv_heads=2,
+    head_size=16,
     width=32,
     context=CONTEXT,
-    position="rope",
-    norm="rms",
-    mlp="swiglu",
+    embedding_norm=True,
+    value_embeddings=1,
+    x0_mixing=True,
+    head_gates=True,
+    softcap=5.0,
     precision="fp32",
 )
 

@@ -79,11 +79,30 @@ def test_a_text_is_the_same_alone_as_in_a_full_batch(batch):
         ]
 
 
-@pytest.mark.extended
-def test_a_modern_models_texts_are_the_same_too(engine):
+@pytest.fixture(scope="module")
+def modern(engine):
+    """A reader, a checkpoint and a batch of a model with the keys that GPT-2 lacks."""
     reader = reader_of(engine, MODERN)
-    batch = batch_of(engine, reader, served(reader, model=MODERN))
-    texts = various(8, seed=1)
+    checkpoint = served(reader, model=MODERN)
+    return reader, checkpoint, batch_of(engine, reader, checkpoint)
+
+
+def test_a_modern_models_texts_and_log_probabilities_are_those_of_the_reader(modern):
+    reader, checkpoint, batch = modern
+    lengths = (33, 40, 70)  # in parts of prompts, together, each at positions of its own
+    texts = [TextOptions(prompt(n, n), 8, temperature=0, score_prompt=True, alternatives=1) for n in lengths]
+    for options, pieces in zip(texts, answers(batch, texts), strict=True):
+        given = np.array([options.prompt], np.int32)
+        expected = sample(reader, checkpoint.state, given, 8, temperature=0)[0]
+        assert ids(pieces) == expected[: [*expected, VOCAB - 1].index(VOCAB - 1)].tolist() != []
+        found = [token.logprob for piece in pieces for token in (*piece.prompt, *piece.tokens)]
+        whole = np.array([[*options.prompt, *ids(pieces)]], np.int32)
+        np.testing.assert_allclose(found[1:], reader.token_logprobs(checkpoint.state, whole)[0][0], atol=1e-4)
+
+
+@pytest.mark.extended
+def test_a_modern_models_texts_are_the_same_alone_as_in_a_full_batch_too(modern):
+    batch, texts = modern[2], various(8, seed=1)
     together = [ids(pieces) for pieces in answers(batch, texts)]
     assert [ids(answers(batch, [options])[0]) for options in texts] == together
 

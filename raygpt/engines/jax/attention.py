@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from raygpt.config import Model
 from raygpt.engines import choices
-from raygpt.engines.jax.devices import name_of
+from raygpt.engines.jax.devices import accurate, name_of
 from raygpt.engines.jax.kernels import launch
 
 Array = jax.Array
@@ -34,8 +34,7 @@ def _attend(query: Array, keys: Sequence[Array], values: Sequence[Array], visibl
     rows, time, heads, head = query.shape
     groups = heads // keys[0].shape[1]  # heads that share a key: one product, as if they were more queries
     grouped = _by_heads(query).reshape(rows, heads // groups, groups * time, head)
-    accurate = jnp.promote_types(query.dtype, jnp.float32)
-    score = functools.partial(jnp.einsum, "bhqe,bhke->bhqk", preferred_element_type=accurate)
+    score = functools.partial(jnp.einsum, "bhqe,bhke->bhqk", preferred_element_type=accurate(query.dtype))
     scores = jnp.concatenate([score(grouped, part) for part in keys], axis=-1) / head**0.5
     scores = scores.reshape(rows, heads, time, -1)
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(query.dtype)

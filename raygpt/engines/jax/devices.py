@@ -20,6 +20,11 @@ def dtype_of(precision: str) -> Any:
     return DTYPES[precision]
 
 
+def accurate(dtype: Any) -> Any:
+    """The dtype of parameters, norms and losses: fp32, or the arithmetic's if that is wider."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def name_of(dtype: Any) -> str:
     """A dtype as recipes call it."""
     return next(name for name, known in DTYPES.items() if known == dtype)

@@ -17,10 +17,10 @@ from raygpt.engines.base import Devices, PlainState, Positions
 from raygpt.engines.jax import processes, sharding
 from raygpt.engines.jax.attention import Cache, choose_attention
 from raygpt.engines.jax.checkpoint import Saver, restore
-from raygpt.engines.jax.devices import dtype_of, precision_on
+from raygpt.engines.jax.devices import accurate, dtype_of, precision_on
 from raygpt.engines.jax.fused import choose_kernels, make_fused_losses
 from raygpt.engines.jax.logits import logits
-from raygpt.engines.jax.model import GPT, Layers
+from raygpt.engines.jax.model import GPT, LayerCompilation
 from raygpt.engines.jax.optimizer import Tree, learning_rate, make_optimizer
 from raygpt.engines.jax.parameters import from_plain, initial_keys, initial_values, to_plain
 from raygpt.engines.jax.step import (
@@ -51,14 +51,14 @@ def find_devices(recipe: Recipe) -> Devices:
     dtype = dtype_of(precision_on(device, recipe.model.precision))
     setup = device, dtype, mesh, recipe.model
     _, kernel = choose_attention(*setup, recipe.training.deterministic)
-    layers = Layers(choices.scans(recipe.training.compile, device.platform, recipe.model.layers))
+    compilation = LayerCompilation(choices.scans(recipe.training.compile, device.platform, recipe.model.layers))
     return Devices(
         mesh.size,
         _memory(device),
         jnp.dtype(dtype).itemsize,
         keeps_scores=kernel == "XLA",
         platform=device.platform,
-        fused=choose_kernels(*setup, layers) == "fused",
+        fused=choose_kernels(*setup, compilation) == "fused",
     )
 
 
@@ -89,13 +89,13 @@ class JaxEngine:
         self._description = describe(recipe.model, vocab)
         self.precision = precision or precision_on(self._device, recipe.model.precision)
         self._dtype = dtype_of(self.precision)
-        self._param_dtype = jnp.promote_types(self._dtype, jnp.float32)
+        self._param_dtype = accurate(self._dtype)
         setup = self._device, self._dtype, self.mesh, recipe.model
         self._attention, self._attention_name = choose_attention(*setup, recipe.training.deterministic)
         self._optimizer = make_optimizer(recipe, self._description, self.mesh, self.precision)
         scanned = choices.scans(recipe.training.compile, self._device.platform, recipe.model.layers)
-        self._layers = Layers(scanned, recipe.training.remat)
-        self._kernels = kernels or choose_kernels(*setup, self._layers)  # `fused` or `plain`
+        self._compilation = LayerCompilation(scanned, recipe.training.remat)
+        self._kernels = kernels or choose_kernels(*setup, self._compilation)  # `fused` or `plain`
 
     @property
     def _device(self) -> Any:
@@ -247,7 +247,7 @@ class JaxEngine:
     @cached_property
     def _gpt(self) -> GPT:
         constrain = partial(sharding.constrain_residual, self.mesh)
-        return GPT(self.recipe.model, self._dtype, self._attention, self._layers, constrain)
+        return GPT(self.recipe.model, self._dtype, self._attention, self._compilation, constrain)
 
     @cached_property
     def _forward(self) -> Forward:

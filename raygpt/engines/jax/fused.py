@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 from raygpt.config import Model
 from raygpt.engines import choices
 from raygpt.engines.chunks import IN_PLACE_LOGITS, chunk_count
-from raygpt.engines.jax.devices import name_of
+from raygpt.engines.jax.devices import accurate, name_of
 from raygpt.engines.jax.embedding import embed, look_up
 from raygpt.engines.jax.kernels import add_norm, bias_gelu, cross_entropy, launch, norm_rotate
 from raygpt.engines.jax.layers import Array, AttentionInputs, Parameters, Shared, block, dropout, norm, norm_and_rotate
-from raygpt.engines.jax.model import Layers, blocks_of, unstack
+from raygpt.engines.jax.model import LayerCompilation, blocks_of, unstack
 from raygpt.engines.jax.rope import Rotation, rotation
 from raygpt.engines.jax.step import Forward, Losses
 from raygpt.models import value_table_of
@@ -28,10 +28,10 @@ from raygpt.models import value_table_of
 Norm = tuple[Array, Array]  # gain and bias
 
 
-def choose_kernels(device: Any, dtype: Any, mesh: Mesh, model: Model, layers: Layers) -> str:
+def choose_kernels(device: Any, dtype: Any, mesh: Mesh, model: Model, compilation: LayerCompilation) -> str:
     """`fused` where the kernels can compute and pay, `plain` elsewhere."""
     capability, has_triton = float(getattr(device, "compute_capability", 0)), launch.triton is not None
-    precision, scanned = name_of(dtype), layers.scanned
+    precision, scanned = name_of(dtype), compilation.scanned
     return choices.kernels(device.platform, capability, precision, mesh.shape, model, scanned, has_triton)
 
 
@@ -74,7 +74,7 @@ def project(x: Array, kernels: tuple[Array, Array, Array], bias: Array | None) -
 
 def _project_backward(saved: Any, gradients: tuple[Array, Array, Array]) -> Any:
     x, kernels, bias = saved
-    exact = jnp.promote_types(x.dtype, jnp.float32)
+    exact = accurate(x.dtype)
     parts = [(d @ kernel.astype(x.dtype).T).astype(exact) for kernel, d in zip(kernels, gradients, strict=True)]
     d_kernels = tuple((x.T @ d).astype(kernel.dtype) for kernel, d in zip(kernels, gradients, strict=True))
     d_bias = gradients[0].sum(0, dtype=exact) if bias is not None else None
@@ -86,7 +86,7 @@ project.defvjp(lambda x, kernels, bias: (project(x, kernels, bias), (x, kernels,
 
 def modern_hidden_state(parameters: Parameters, ids: Array, keys: Array | None, forward: Forward) -> Array:
     """model.GPT's final hidden state of ids [rows, time], as [rows · time, width], of a model without biases."""
-    model, layers, dtype = forward.gpt.model, forward.gpt.layers, forward.gpt.dtype
+    model, compilation, dtype = forward.gpt.model, forward.gpt.compilation, forward.gpt.dtype
 
     has_kernel = norm_rotate.can_run(jax.local_devices()[0], dtype, ids.shape[1], model)
     normalise = _norm_and_rotate_by_kernel if has_kernel else norm_and_rotate
@@ -108,7 +108,7 @@ def modern_hidden_state(parameters: Parameters, ids: Array, keys: Array | None, 
     shared = Shared(rotation(model, jnp.arange(ids.shape[1]), dtype), x if model.x0_mixing else None)
 
     @jax.jit  # traced once for all layers
-    @layers.recomputed
+    @compilation.recomputed
     def compute(x: Array, own: Parameters, value: Array | None, layer: Array | int) -> Array:
         return block(own, x, forward.gpt.attention, model, shared, value, keys, layer, by_head)
 
@@ -128,7 +128,7 @@ def _norm_and_rotate_by_kernel(own: Parameters, name: str, x: Array, model: Mode
 
 def gpt2_hidden_state(parameters: Parameters, ids: Array, keys: Array | None, forward: Forward) -> Array:
     """model.GPT's final hidden state of ids [rows, time], as [rows · time, width]. `keys` [rows] turn dropout on."""
-    model, layers, dtype = forward.gpt.model, forward.gpt.layers, forward.gpt.dtype
+    model, compilation, dtype = forward.gpt.model, forward.gpt.compilation, forward.gpt.dtype
     (rows, time), width = ids.shape, model.width
 
     def product(x: Array, own: Parameters, name: str) -> Array:
@@ -150,7 +150,7 @@ def gpt2_hidden_state(parameters: Parameters, ids: Array, keys: Array | None, fo
         return own[f"{name}.gain"], bias(own, name)
 
     @jax.jit  # traced once, and its kernels compiled once, for all layers
-    @layers.recomputed
+    @compilation.recomputed
     def block(stream: Array, normed: Array, own: Parameters, following: Norm, layer: Array | int) -> Any:
         """The stream after a block, and normed as what follows wants it."""
         kernels = [own[f"{name}.kernel"] for name in ("query", "key", "value")]  # [width, heads, head]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from raygpt.config import Model
 from raygpt.engines.jax.attention import Attention
-from raygpt.engines.jax.logits import accurate
+from raygpt.engines.jax.devices import accurate
 from raygpt.engines.jax.rope import Rotation, rotate, rotation
 from raygpt.models import value_table_of
 

@@ -5,12 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from raygpt.engines.jax.devices import accurate
+
 Array = jax.Array
-
-
-def accurate(dtype: Any) -> Any:
-    """fp32, or more where the arithmetic is in more."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def scores(hidden: Array, table: Array, dtype: Any = None) -> Array:

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from raygpt.engines.jax.logits import accurate, logits
+from raygpt.engines.jax.devices import accurate
+from raygpt.engines.jax.logits import logits
 
 Array = jax.Array
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerCompilation:
     """How the blocks are compiled and what of them is kept for the backward pass: `training.compile` and `.remat`."""
 
     scanned: bool = True  # one block, compiled once; or one after another, which runs faster on a GPU
@@ -41,7 +41,7 @@ class Layers:
         return jax.checkpoint(block, policy=keep, prevent_cse=not self.scanned)  # a loop's halves cannot be merged
 
 
-SCANNED = Layers()
+SCANNED = LayerCompilation()
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class GPT:
     model: Model
     dtype: Any
     attention: Attention
-    layers: Layers = SCANNED
+    compilation: LayerCompilation = SCANNED
     constrain: Callable[[Array], Array] = lambda x: x  # pins the residual stream's sharding
 
     def __call__(self, parameters: Parameters, ids: Array, keys: Array | None = None) -> Array:
@@ -60,11 +60,13 @@ class GPT:
         x = self.constrain(dropout(x, keys, 0, self.model.dropout))
         shared = shared if shared.x0 is None else shared._replace(x0=x)
 
-        @self.layers.recomputed
+        @self.compilation.recomputed
         def compute(x: Array, own: Parameters, layer: Array | int, value: Array | None) -> Array:
+            # Without this XLA (JAX 0.10.2) looks up wrong values with tensor and context axes and micro-batches.
+            value = value if value is None else self.constrain(value)
             return self.constrain(block(own, x, self.attention, self.model, shared, value, keys, layer))
 
-        if self.layers.scanned:
+        if self.compilation.scanned:
             for part, stacked, values in self._parts(parameters, ids):
                 steps = (stacked, jnp.arange(part.start, part.stop), values)
                 x, _ = jax.lax.scan(lambda x, step: (compute(x, *step), None), x, steps)

@@ -29,9 +29,10 @@ class Optimizer(NamedTuple):
 
 
 def make_optimizer(recipe: Recipe, description: Description, mesh: Mesh, precision: str) -> Optimizer:
-    """Clip by the global norm where asked for, then AdamW, or Muon for the matrices, at a rate of -1.
+    """Clip by the global norm where asked for, then AdamW, or Muon for the matrices.
 
-    The step applies the rate: a skipped step is not counted as an update here, but it does count for the rate.
+    Returns directions without the rate; the step subtracts rate × direction. A skipped step is not counted as an update
+    here, but it does count for the rate.
     """
     settings = recipe.optimizer
     clip = optax.identity() if settings.clip is None else optax.clip_by_global_norm(settings.clip)
@@ -89,9 +90,9 @@ def _muon(recipe: Recipe, matrices: Matrices) -> Optimizer:
     def update(gradients: Tree, parameters: Tree, slots: Slots, updates: Array) -> tuple[Tree, Slots]:
         gradients, parameters = _only(which, gradients), _only(which, parameters)
         count = updates.astype(next(iter(gradients.values())).dtype)
-        mix = partial(muon.mix, momentum=muon.momentum(settings, count))
-        means = jax.tree.map(mix, slots["momentum"], gradients)
-        direction = matrices.orthogonalise(jax.tree.map(mix, means, gradients))
+        running_mean = partial(muon.running_mean, decay=muon.momentum_at(settings, count))
+        means = jax.tree.map(running_mean, slots["momentum"], gradients)
+        direction = matrices.orthogonalise(jax.tree.map(running_mean, means, gradients))  # Nesterov's
         decayed = partial(muon.decayed, decay=settings.weight_decay, cautious=settings.cautious)
         return jax.tree.map(decayed, direction, parameters), {"momentum": means}
 

@@ -17,9 +17,9 @@ from raygpt import config
 from raygpt.engines import base
 from raygpt.engines.base import Arrays, Positions
 from raygpt.engines.jax.attention import Attention, Cache, choose_attention
-from raygpt.engines.jax.devices import dtype_of, precision_on
+from raygpt.engines.jax.devices import accurate, dtype_of, precision_on
 from raygpt.engines.jax.layers import Array, block, embed, norm, value_embedding
-from raygpt.engines.jax.logits import accurate, logits
+from raygpt.engines.jax.logits import logits
 from raygpt.engines.jax.model import blocks_of
 from raygpt.engines.jax.parameters import from_plain
 from raygpt.engines.jax.sharding import make_mesh
@@ -135,7 +135,7 @@ class JaxReader:
         return jax.jit(token_logprobs)
 
     def cache_shape(self, rows: int) -> tuple[int, ...]:
-        """Of the keys, and of the values: [layers, rows, kv_heads, context, head]."""
+        """Of the keys, and of the values: [layers, rows, kv_heads, context, head_size]."""
         return self.description.cache_shape(rows)
 
     def hidden(self, parameters: ReaderState, ids: Array, start: Any, attentions: list[Attention]) -> Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from raygpt.config import Model
-from raygpt.engines.jax.logits import accurate
+from raygpt.engines.jax.devices import accurate
 
 Array = jax.Array
 Rotation = tuple[Array, Array]  # cosines and sines [time, 1, head / 2], or with rows before time

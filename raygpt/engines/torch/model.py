@@ -25,15 +25,15 @@ class Block(nn.Module):
     def __init__(self, model: Model, description: Description):
         super().__init__()
         sizes, bias = description.sizes, model.bias
-        width, hidden, self.head = sizes["width"], sizes["hidden"], sizes["head"]
+        width, hidden, self.head_size = sizes["width"], sizes["hidden"], sizes["head_size"]
         self.rate, self.mlp = model.dropout, model.mlp
-        queries, keys = (sizes[axis] * self.head for axis in ("heads", "kv_heads"))
+        queries, keys = (sizes[axis] * self.head_size for axis in ("heads", "kv_heads"))
         self.residual, self.x0 = (Gain(1) if model.x0_mixing else None for _ in range(2))
         self.norm1 = Norm(width, model)
         self.query = nn.Linear(width, queries, bias)
         self.key = nn.Linear(width, keys, bias)
         self.value = nn.Linear(width, keys, bias)
-        self.query_norm, self.key_norm = (Norm(self.head, model) if model.qk_norm else None for _ in range(2))
+        self.query_norm, self.key_norm = (Norm(self.head_size, model) if model.qk_norm else None for _ in range(2))
         inputs, heads = sizes["gate_inputs"], sizes["heads"]
         self.head_gate = nn.Linear(inputs, heads, bias=False) if model.head_gates else None
         self.out = nn.Linear(queries, width, bias)
@@ -58,12 +58,12 @@ class Block(nn.Module):
             x = (self.residual.weight * x + self.x0.weight * x0).to(x.dtype)
         normed = self.norm1(x)
         layers, norms = (self.query, self.key, self.value), (self.query_norm, self.key_norm)
-        query, key, value = attention_inputs(normed, layers, self.head, norms, rotation)
+        query, key, value = attention_inputs(normed, layers, self.head_size, norms, rotation)
         if values is not None:
             embedding, gain = values
             value = (value + gain * embedding.view_as(value)).to(value.dtype)
-        mixed = attention(*(each.transpose(1, 2) for each in (query, key, value)))  # [rows, heads, time, head]
-        heads = gate_heads(self.head_gate, normed, mixed.transpose(1, 2))  # [rows, time, heads, head]
+        mixed = attention(*(each.transpose(1, 2) for each in (query, key, value)))  # [rows, heads, time, head_size]
+        heads = gate_heads(self.head_gate, normed, mixed.transpose(1, 2))  # [rows, time, heads, head_size]
         x = x + dropout(self.out(heads.flatten(2)), first, self.rate)
         return x + dropout(mlp(self.norm2(x), self.mlp, self.up, self.down, self.gate), second, self.rate)
 

@@ -40,7 +40,7 @@ class Muon:
     def step(self, rate: float, updates: Tensor, divisor: Tensor, left_out: Tensor) -> None:
         """Change parameters and momentum by the gradients divided by `divisor`; `updates` came before this one. Where
         `left_out` is true nothing changes."""
-        directions = self._directions(muon.momentum(self._settings, updates.double()), divisor, left_out)
+        directions = self._directions(muon.momentum_at(self._settings, updates.double()), divisor, left_out)
         whole = self._owners.gather(directions)
         for numbers in _batches({number: tuple(sorted(matrix.shape)) for number, matrix in whole.items()}):
             wide = torch.stack([_wide(whole[number]) for number in numbers])  # [matrices, rows, columns]
@@ -87,8 +87,8 @@ def _advance(
     directions = []
     for mean, total in zip(means, gradients, strict=True):
         gradient = total / divisor
-        after = muon.mix(mean, gradient, momentum)
-        directions.append(muon.mix(after, gradient, momentum).to(dtype))
+        after = muon.running_mean(mean, gradient, momentum)
+        directions.append(muon.running_mean(after, gradient, momentum).to(dtype))  # Nesterov's
         mean.copy_(torch.where(left_out, mean, after))
     return torch.stack(directions)
 

@@ -100,7 +100,7 @@ class TorchReader:
         return logprobs.cpu().numpy(), hits.cpu().numpy()
 
     def cache_shape(self, rows: int) -> tuple[int, ...]:
-        """Of the keys, and of the values: [layers, rows, kv_heads, context, head]."""
+        """Of the keys, and of the values: [layers, rows, kv_heads, context, head_size]."""
         return describe(self.model, self.vocab).cache_shape(rows)
 
     def hidden(self, state: GPT, ids: Tensor, positions: Tensor, attention: Callable[[int], Attention]) -> Tensor:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from raygpt.engines.torch.model import GPT
 from raygpt.models import Parameter
 
-OF_HEADS = ("head", "value_layers")  # axes of vectors that are for the heads of all processes
+OF_HEADS = ("head_size", "value_layers")  # axes of vectors that are for the heads of all processes
 
 
 def shard_matrices(gpt: GPT, devices: DeviceMesh) -> None:

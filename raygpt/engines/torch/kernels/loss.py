@@ -9,6 +9,8 @@ plain function 9.0.
 import torch
 from torch import Tensor
 
+from raygpt.engines.torch.devices import accurate
+
 try:
     import triton
     import triton.language as tl
@@ -25,7 +27,7 @@ def loss_and_gradient_plain(
     logits: Tensor, targets: Tensor, scales: Tensor, vocab: int, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """The kernel's function in plain PyTorch, which also writes over the logits: allocating memory is slow on a CPU."""
-    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    exact = logits.to(accurate(logits.dtype))
     if cap is not None:
         tanh = exact.div_(cap).tanh_()
         exact = tanh * cap
