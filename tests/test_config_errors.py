@@ -500,7 +500,7 @@ def test_the_models_without_a_use_for_a_rate_have_no_such_parameters() -> None:
 @pytest.mark.parametrize(("momentum", "has_effect"), [(0.85, False), (0.86, True)])
 def test_a_momentum_that_does_not_rise_is_that_of_the_engines(momentum: float, has_effect: bool) -> None:
     values = {"kind": "muon", "momentum": momentum}
-    found = {muon.momentum(Optimizer(**values, momentum_warmup=steps), np.float64(2)) for steps in (3, 100)}
+    found = {muon.momentum_at(Optimizer(**values, momentum_warmup=steps), np.float64(2)) for steps in (3, 100)}
     assert (len(found) == 2) == has_effect
     idle = Optimizer(**values, momentum_warmup=3).without_effect(Model())
     assert (idle is None) == has_effect

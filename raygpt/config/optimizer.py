@@ -20,7 +20,7 @@ MUON: dict[str, Any] = {
     "clip": None,
 }
 REFERENCE_WIDTH = 768  # at which AdamW's rates beside Muon are those of the recipe
-FIRST_MOMENTUM = 0.85  # from which muon's rises, as engines/muon.py computes it
+FIRST_MOMENTUM = 0.85  # of muon, before the first step: it rises from there
 MUON_ONLY = ("momentum", "momentum_warmup", "embedding_rate", "head_rate", "gain_rate", "cautious")
 
 

@@ -6,8 +6,8 @@ Plain arithmetic on arrays of JAX or PyTorch. Each engine decides where a matrix
 from typing import Any
 
 from raygpt.config import Optimizer
+from raygpt.config.optimizer import FIRST_MOMENTUM
 
-FIRST_MOMENTUM = 0.85  # before the first step
 # a, b, c of the polynomials a·x + b·x³ + c·x⁵ that bring a matrix's singular values near 1, one after another. These
 # are Polar Express's (arXiv 2505.16932), the best five for values from 0.001 to 1; the result's are 0.86 to 1.14. With
 # five times Newton–Schulz's usual 3.4445, -4.775, 2.0315 they are 0.68 to 1.20, at the same cost.
