@@ -42,3 +42,19 @@ def test_a_cpus_results_have_the_planned_times_and_the_speed_they_were_planned_w
     assert measured["planned_ms"] == pytest.approx(benchmark["planned"](case, 32, target)["ms"], abs=0.01)
     assert measured["planned_off"] == pytest.approx(measured["planned_ms"] / 200 - 1, abs=1e-4)
     assert others == [figure for _, figure in found[1:]]
+
+
+def test_todays_plan_of_a_cpu_is_within_a_quarter_of_what_was_measured(monkeypatch):
+    """Ten cases, by the speed that NumPy measured then."""
+    monkeypatch.syspath_prepend(CHECKOUT / "benchmarks")
+    written = json.loads((CHECKOUT / "benchmarks" / "results" / "plan-cpu.json").read_text())
+    speed = written["device"]["peak_tflops"] * 1e12, written["device"]["bandwidth_gb_s"] * 1e9
+    monkeypatch.setattr("raygpt.planning.target._reported_gpus", list)
+    monkeypatch.setattr("raygpt.planning.target.cpu_speed", lambda cores: speed)
+    monkeypatch.setattr("raygpt.planning.target.cores", lambda: 2)
+    benchmark = runpy.run_path(str(CHECKOUT / "benchmarks" / "plan.py"))
+    target = benchmark["parse_target"]("here")
+    assert len(written["figures"]) == 10
+    for case, measured in zip(benchmark["CPU_CASES"], written["figures"].values(), strict=True):
+        planned = benchmark["planned"](case, measured["rows"], target)
+        assert planned["ms"] == pytest.approx(measured["ms"], rel=0.25)
