@@ -74,17 +74,17 @@ class Optimizer(Part):
 
     def without_effect(self, model: Model) -> str | None:
         """In one line, a key of muon with another value than its default that changes nothing; None without one."""
-        if self.kind != "muon":
-            return None
-        for key, (beside, remedy) in self._idle_keys_of_muon(model).items():
+        for key, (beside, remedy) in self.idle_keys(model).items():
             value, default = getattr(self, key), MUON.get(key, Optimizer.model_fields[key].default)
             if value != default:
                 return no_effect(f"optimizer.{key}", value, default, beside, remedy)
         return None
 
-    def _idle_keys_of_muon(self, model: Model) -> dict[str, tuple[str, str]]:
-        """Keys that change nothing, with what makes them so and what to write for them to have an effect."""
+    def idle_keys(self, model: Model) -> dict[str, tuple[str, str]]:
+        """Keys of muon that change nothing, with what makes them so and what to write for them to have an effect."""
         idle: dict[str, tuple[str, str]] = {}
+        if self.kind != "muon":
+            return idle
         # `models/description.py` lists the parameters of each role.
         if not (model.norm_gain or model.bias or model.x0_mixing or model.head_gates or model.value_embeddings):
             idle["gain_rate"] = ("a model that has no gains, biases or gates", "e.g. model.norm_gain: true")

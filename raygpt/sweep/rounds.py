@@ -88,7 +88,8 @@ def cooled(recipe: Recipe, name: str, step: int, last: int) -> Recipe:
     rate stays."""
     schedule, optimizer = recipe.schedule, recipe.optimizer
     now = float(schedule.fraction(step, recipe.steps, np))
-    scaled = {key: now * getattr(optimizer, key) for key in RATES if key == RATES[0] or optimizer.kind == "muon"}
+    rates = RATES if optimizer.kind == "muon" else RATES[:1]
+    scaled = {key: now * getattr(optimizer, key) for key in rates if key not in optimizer.idle_keys(recipe.model)}
     shape = {"kind": "wsd", "decay_share": (last - step) / last, "end": min(1.0, schedule.end / now)}
     run = {"name": name, "start_from": f"{recipe.run.name}@{step}"}
     return Recipe.model_validate(

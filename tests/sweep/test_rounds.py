@@ -56,6 +56,7 @@ def test_a_fork_begins_at_the_trials_rate_and_ends_at_its_schedules_end(kind):
     assert rates(fork, 80) == pytest.approx(rates(recipe, 200))
     assert rates(fork, 70)[0] < rates(fork, 65)[0] < rates(fork, 60)[0]
     assert (fork.run.start_from, fork.run.name, fork.steps) == ("t@60", "t.60", 80)
+    assert fork.reason_not_to_start is None  # tiny has no gains, whose rate stays
 
 
 def test_a_constant_rate_is_compared_without_cooling():
