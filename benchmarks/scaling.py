@@ -19,10 +19,10 @@ import record
 
 from raygpt.config import Recipe
 from raygpt.errors import RaygptError
+from raygpt.recipes.lengths import in_steps
 from raygpt.sweep.grid import base_of
 from raygpt.sweep.runner import Leg, Runner, prepare_corpus
 from raygpt.sweep.scaling import claim_ladder, plan_ladder, run_ladder, write_law
-from raygpt.training.totals import in_steps
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from raygpt.corpus.order import window_count
 from raygpt.models import describe
 from raygpt.recipes import load_recipe, recipe_text, shipped_recipes
 from raygpt.recipes.explain import keys
-from raygpt.training.totals import in_steps
+from raygpt.recipes.lengths import in_steps
 
 RECIPES = [
     "gpt2-124m",

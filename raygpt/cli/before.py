@@ -231,6 +231,7 @@ def scaling(
 ) -> None:
     """Predict a run's loss: train small models of its family, and fit a law in parameters and tokens."""
     from raygpt import storage
+    from raygpt.recipes.lengths import in_steps
     from raygpt.show import console, data
     from raygpt.show import scaling as shown
     from raygpt.show.scaling_page import scaling_page
@@ -241,7 +242,6 @@ def scaling(
     from raygpt.sweep.runner import prepare_corpus
     from raygpt.training import prepared
     from raygpt.training.ray import launch
-    from raygpt.training.totals import in_steps
 
     if not 0 < share <= 1:  # a range of click's lets nan pass, which would train the cheapest ladder
         raise RaygptError(

@@ -245,7 +245,7 @@ class Recipe(Part):
 
     @property
     def steps(self) -> int:
-        """Total optimizer steps; `totals.in_steps` computes them if the recipe has epochs."""
+        """Total optimizer steps; `recipes/lengths.py` computes them if the recipe has epochs."""
         if self.training.steps is None:
             raise RaygptError(
                 f"training.epochs: {self.training.epochs} is no number of steps before its corpus is known"

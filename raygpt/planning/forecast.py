@@ -27,7 +27,7 @@ from raygpt.planning.target import (
     this_cpu,
     worker_keys,
 )
-from raygpt.training.totals import in_steps
+from raygpt.recipes.lengths import in_steps
 
 START_S = 60.0  # Ray, compiling, the first batch
 CHECKPOINT_BANDWIDTH = 1e9  # bytes/s to a disk or an object store, assumed

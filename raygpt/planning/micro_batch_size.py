@@ -9,8 +9,8 @@ from raygpt.engines.precision import NUMBER_BYTES, choose_precision
 from raygpt.errors import RaygptError
 from raygpt.formatting import size
 from raygpt.planning.memory import Memory, step_memory
+from raygpt.resources import PROCESS_BYTES
 
-PROCESS_BYTES = 3 * 2**28  # of a worker beside its model: libraries, compiled programs; measured 0.45 to 0.75 GiB
 # Of the memory, how much a batch is cut to fill; the rest is for fragmentation, and for what the estimate misses.
 FILLED = {"cpu": 0.8, "gpu": 0.93, "tpu": 0.9}
 

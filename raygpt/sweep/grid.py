@@ -20,13 +20,13 @@ from raygpt.config import Recipe, Run
 from raygpt.corpus.store import TRIALS
 from raygpt.errors import RaygptError
 from raygpt.recipes import load_recipe
+from raygpt.recipes.lengths import in_steps
 from raygpt.runs import free_name
 from raygpt.sweep.optimum import Compared, Fit, fit
 from raygpt.sweep.rounds import Round, best, cooled, rounds_of, share
 from raygpt.sweep.runner import Leg, Runner
 from raygpt.sweep.values import Axis, Trial, fork_name, trials_of, typed
 from raygpt.training.prepared import run_folder_of
-from raygpt.training.totals import in_steps
 
 ANSWER, BEST = "sweep.json", "best.yaml"
 # A trial needs no checkpoint but the newest: to go on, and for its forks.

@@ -14,12 +14,13 @@ from raygpt.corpus.tokenizers import Tokenizer
 from raygpt.engines import require
 from raygpt.errors import RaygptError
 from raygpt.evaluation.tasks import Item, check_characters, choose, read_items
+from raygpt.recipes.lengths import in_steps
 from raygpt.runs import checkpoints
 from raygpt.runs.checkpoints import Checkpoint
 from raygpt.testing import faults
 from raygpt.training import resume, samples, tracking
 from raygpt.training.spec import RunSpec
-from raygpt.training.totals import Totals, compute_totals, in_steps
+from raygpt.training.totals import Totals, compute_totals
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from conftest import CHECKOUT
 
 from raygpt.engines.base import Devices
 from raygpt.errors import RaygptError
-from raygpt.planning.micro_batch_size import FILLED, PROCESS_BYTES, cpu_devices, split_batch, worker_bytes
+from raygpt.planning.micro_batch_size import FILLED, cpu_devices, split_batch, worker_bytes
 from raygpt.planning.target import parse_target
 from raygpt.recipes import load_recipe
+from raygpt.resources import PROCESS_BYTES
 
 GIB = 2**30
 

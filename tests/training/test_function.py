@@ -11,7 +11,7 @@ import raygpt
 from raygpt.corpus.feed import Feed
 from raygpt.corpus.prepare import prepare
 from raygpt.errors import RaygptError
-from raygpt.planning.micro_batch_size import PROCESS_BYTES
+from raygpt.resources import PROCESS_BYTES
 from raygpt.training.ray import function
 from raygpt.training.ray.datasets import BatchRows
 

@@ -13,8 +13,9 @@ import ray
 import raygpt
 from raygpt.engines import for_gpus
 from raygpt.errors import RaygptError
-from raygpt.planning.micro_batch_size import PROCESS_BYTES, cpu_devices, split_batch
+from raygpt.planning.micro_batch_size import cpu_devices, split_batch
 from raygpt.recipes import check_part, load_recipe
+from raygpt.resources import PROCESS_BYTES
 from raygpt.training.ray import memory, scaling
 
 SCRIPT = Path(__file__).with_name("nodes.py")

@@ -5,7 +5,8 @@ import pytest
 from raygpt.errors import RaygptError
 from raygpt.formatting import size
 from raygpt.recipes import load_recipe
-from raygpt.training.totals import compute_totals, in_steps
+from raygpt.recipes.lengths import in_steps
+from raygpt.training.totals import compute_totals
 
 GIB = 2**30
 

@@ -16,9 +16,9 @@ from raygpt.config import Cluster, Recipe
 from raygpt.engines import for_gpus
 from raygpt.errors import RaygptError, TransientError
 from raygpt.host import cores, host_memory
-from raygpt.planning.micro_batch_size import PROCESS_BYTES
 from raygpt.ray_private import worker
 from raygpt.resources import (
+    PROCESS_BYTES,
     Accelerator,
     Resources,
     choose_accelerator,
