@@ -142,11 +142,13 @@ class Forecast:
         platform = self.target.device.platform
         hurried = [LAUNCHES] if self.time.total < LAUNCHES_S and platform != "cpu" else []
         shared = [SHARED] if self.recipe.cluster.gpu_share < 1 and platform == "gpu" else []
-        other = filter(None, [self.other_hardware, self.unused, self.missing, self._whole, self._uncounted])
-        return [*self.corpus.assumed, *other, *self._unlike, *hurried, *shared, *self.laws.unreadable]
+        other = filter(
+            None, [self.other_hardware, self.unused, self.missing, self._not_sharded, self._validations_not_counted]
+        )
+        return [*self.corpus.assumed, *other, *self._not_fitted, *hurried, *shared, *self.laws.unreadable]
 
     @property
-    def _whole(self) -> str | None:
+    def _not_sharded(self) -> str | None:
         """In one line, that `fsdp` shards hardly anything, because it does not divide the model."""
         fsdp, sizes = self.mesh["fsdp"], self.description.sizes
         if fsdp == 1 or sizes["width"] % fsdp == 0:
@@ -157,15 +159,15 @@ class Forecast:
         )
 
     @property
-    def _uncounted(self) -> str | None:
+    def _validations_not_counted(self) -> str | None:
         """In one line, that the length of validations is not known."""
         if self.recipe.training.eval_rows is not None or self.corpus.val_tokens is not None:
             return None
         return "validations are not counted: how long the validation text is is not known; write training.eval_rows=N"
 
     @property
-    def _unlike(self) -> list[str]:
-        """What the plan's figures are not of, each in one line."""
+    def _not_fitted(self) -> list[str]:
+        """What the formulas were not fitted to, each in one line."""
         training, model = self.recipe.training, self.recipe.model
         is_slow = training.compile == "off" and self.target.device.platform != "cpu"
         return [
