@@ -428,7 +428,9 @@ class Machines:
         )
         with urllib.request.urlopen(request, timeout=30) as answer:
             nodes = json.load(answer)["data"]["summary"]
-        return {node["ip"]: node["raylet"]["nodeId"] for node in nodes if node["raylet"].get("state") == "ALIVE"}
+        # A node that has just joined has no address yet.
+        alive = [node for node in nodes if node["raylet"].get("state") == "ALIVE" and "ip" in node]
+        return {node["ip"]: node["raylet"]["nodeId"] for node in alive}
 
     def _node(self, number, *words):
         # Each has a disk of its own: where nodes share one, the first to be done with a job's code deletes it for all.
