@@ -57,10 +57,15 @@ def slice_of(accelerator_type: str | None, topology: str | None) -> Slice:
     if not re.fullmatch("x".join([r"[1-9]\d*"] * dimensions), str(topology)):
         raise RaygptError(f"cluster.topology: {topology} is no slice of {name}; write e.g. cluster.topology: {example}")
     if not _exists(str(topology), dimensions):
-        kinds = ", ".join(FLAT if dimensions == 2 else SMALL_CUBES)
-        more = "" if dimensions == 2 else " or sides that are multiples of 4, the longest last"
-        raise RaygptError(f"cluster.topology: there is no slice {topology} of {name}; write {kinds}{more}")
+        raise RaygptError(f"cluster.topology: there is no slice {topology} of {name}; write {topologies_of(name)}")
     return Slice(name, str(topology))
+
+
+def topologies_of(accelerator_type: str) -> str:
+    """All slices of a TPU, in words."""
+    if accelerator_type in SMALL_HOSTS:
+        return ", ".join(FLAT)
+    return f"{', '.join(SMALL_CUBES)} or sides that are multiples of 4, the longest last"
 
 
 def _exists(topology: str, dimensions: int) -> bool:

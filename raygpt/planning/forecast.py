@@ -246,7 +246,8 @@ def forecast(
         target = Target(this_cpu(), 1)  # the recipe leaves this machine's GPUs alone
     corpus = corpus or look_up(recipe.data, recipe.run.storage, target.is_here)
     if laws is None:
-        laws = _laws_and_runs(recipe.run.storage) if corpus.is_storage_reached else Laws()
+        home = recipe.run.storage
+        laws = replace(read_laws(home), earlier=read_earlier_runs(home)) if corpus.is_storage_reached else Laws()
     known = with_steps(recipe, corpus)
     if devices is None:
         worker_keys(known.cluster, target)  # refuses workers that cannot use the target
@@ -261,10 +262,6 @@ def forecast(
     loss = None if is_fork else laws.expected_loss(known, description.block_parameters, tokens)
     parameters, flops = description.count, description.flops_per_token
     return Forecast(known, recipe, target, corpus, laws, devices, split, fits, seconds, parameters, flops, loss)
-
-
-def _laws_and_runs(home: str) -> Laws:
-    return replace(read_laws(home), earlier=read_earlier_runs(home))
 
 
 def _split(recipe: Recipe, vocab: int, devices: Devices) -> tuple[Split, bool]:

@@ -62,16 +62,12 @@ def fastest(now: Forecast) -> Change:
     all of it; refuses if none fits."""
     devices, target = now.devices, now.target
     workers = {**now.workers, **other_hardware_keys(now.original.cluster, target)}
-    found = [
-        change
+    every = (
+        {**workers, **_mesh_keys(mesh), "training.remat": remat, "training.accumulation": None}
         for mesh in meshes(now.recipe, devices.count)
         for remat in REMATS
-        if (
-            change := _change(
-                now, {**workers, **_mesh_keys(mesh), "training.remat": remat, "training.accumulation": None}
-            )
-        )
-    ]
+    )
+    found = list(_changes(now, every))
     fitting = [change for change in found if change.forecast.fits]
     if not found:
         raise RaygptError(

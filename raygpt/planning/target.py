@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from raygpt.config import Cluster, Recipe
-from raygpt.deploy.tpu import GKE_NAMES, Slice, slice_of
+from raygpt.deploy.tpu import GKE_NAMES, Slice, slice_of, topologies_of
 from raygpt.engines import choices
 from raygpt.engines.base import Devices
 from raygpt.engines.precision import NUMBER_BYTES, choose_precision
@@ -158,12 +158,13 @@ def _check_slice(device: Device, topology: list[int], text: str) -> None:
         raise RaygptError(
             f"--on {text}: a slice of {device.name} has {wanted} sides; write e.g. --on {_example(device)}"
         )
+    kind, sides = _kind(device), "x".join(map(str, topology))
     try:
-        slice_of(_kind(device), "x".join(map(str, topology)))
-    except RaygptError as error:
-        problem = str(error).partition(": ")[2].rpartition("; write ")
+        slice_of(kind, sides)
+    except RaygptError:
         raise RaygptError(
-            f"--on {text}: {problem[0]}; there are {problem[2]}; write several as e.g. --on 2*{_example(device)}"
+            f"--on {text}: there is no slice {sides} of {kind}; there are {topologies_of(kind)}; "
+            f"write several as e.g. --on 2*{_example(device)}"
         ) from None
 
 

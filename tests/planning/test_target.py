@@ -45,7 +45,7 @@ def test_a_target_is_devices_in_nodes_or_slices(text, device, count, groups):
             "--on v4:3x3x3: there is no slice 3x3x3 of TPU-V4; there are 2x2x1, 2x2x2, 2x2x4, 2x4x4 or sides ",
         ),
         ("v5p:4x8x4", "--on v5p:4x8x4: there is no slice 4x8x4 of TPU-V5P; there are "),
-        ("v6e:0x4", "--on v6e:0x4: 0x4 is no slice of TPU-V6E; there are e.g. "),
+        ("v6e:0x4", "--on v6e:0x4: there is no slice 0x4 of TPU-V6E; there are 1x1, "),
         ("0*v6e:4x4", "--on 0*v6e:4x4: has no devices; write e.g. --on v6e:4x4"),
         (
             "5000*v6e:16x16",
